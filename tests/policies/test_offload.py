@@ -19,7 +19,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
 from tests.errors import raises
 from tests.policies.deferred import DeferredDisk, DeferredTransport, always
-from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, plain, train
+from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, on, plain, train, trained
 
 N = SMALL_BYTES // 4  # this many fp32 numbers are just large enough to be moved
 
@@ -39,7 +39,6 @@ class Model(nn.Module):
 
     def __init__(self, body: Callable[..., Tensor], n: int = 3, glue: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.units = nn.ModuleList(Unit(body) for _ in range(n))
         self.glue = glue or (lambda x: None)
 
@@ -49,18 +48,19 @@ class Model(nn.Module):
             self.glue(x)
         return x
 
-    def offloaded(self) -> dict[str, Any]:
-        return {f"units.{i}": OFFLOAD for i in range(len(self.units))}
+
+def numbers() -> Tensor:
+    return torch.rand(N)
 
 
-def run(model: nn.Module, *more: Any, steps: int = 2) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    seen: dict[str, Tensor] = {}
-    for i in range(steps):
-        x = torch.rand(N).requires_grad_()
-        model(x, *more).sum().backward()
-        seen |= {f"{i} {n}": p.grad.clone() for n, p in model.named_parameters()} | {f"{i} input": x.grad.clone()}
-    return seen
+def run(
+    body: Callable[..., Tensor], plan: dict[str, Any], n: int = 3, steps: int = 2, **more: Any
+) -> dict[str, Tensor]:
+    return trained(lambda: Model(body, n), plan, numbers, steps, **more)
+
+
+def offloaded(n: int = 3) -> dict[str, Choice]:
+    return on([f"units.{i}" for i in range(n)], OFFLOAD)
 
 
 class SaveViews(torch.autograd.Function):
@@ -97,11 +97,9 @@ def test_all_views_of_a_storage_come_back_from_one_copy():
     def body(unit, x):
         return SaveViews.apply(x) * unit.weight
 
-    wanted = run(Model(body, n=1), steps=1)
-    layouts = SaveViews.seen[0]
-    model, transport = Model(body, n=1), DeferredTransport()
-    with attach(model, model.offloaded(), transport=always(transport)):
-        assert_equal(run(model, steps=1), wanted)
+    wanted = run(body, {}, 1, 1)
+    layouts, transport = SaveViews.seen[0], DeferredTransport()
+    assert_equal(run(body, offloaded(1), 1, 1, transport=always(transport)), wanted)
     assert SaveViews.seen[0] == layouts
     assert len(SaveViews.seen[1]) == 1
     assert transport.queues.sent == transport.queues.fetched == 2 * 4 * N  # and the product's factor
@@ -110,8 +108,8 @@ def test_all_views_of_a_storage_come_back_from_one_copy():
 def sent_by(body: Callable[..., Tensor], *more: Any) -> int:
     """Bytes that one unit sends."""
     model, transport = Model(body, n=1), DeferredTransport()
-    with attach(model, model.offloaded(), transport=always(transport)):
-        model(torch.rand(N).requires_grad_(), *more)
+    with attach(model, offloaded(1), transport=always(transport)):
+        model(numbers().requires_grad_(), *more)
     return transport.queues.sent
 
 
@@ -142,7 +140,7 @@ def test_autocast_copies_of_weights_stay(frozen):
 
 def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
     model = Model(lambda unit, x: (x * unit.weight).sin(), n=1)
-    with attach(model, model.offloaded(), transport=always(DeferredTransport())):
+    with attach(model, offloaded(1), transport=always(DeferredTransport())):
         model(torch.rand(N).requires_grad_())  # as a capture is warmed up
         monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
         with raises(ConflictError, "units.0"):
@@ -151,17 +149,17 @@ def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
 
 def test_nothing_leaks_without_backward():
     model, transport = Model(lambda unit, x: (x * unit.weight).sin().exp()), DeferredTransport()
-    with attach(model, model.offloaded(), transport=always(transport)):
+    with attach(model, offloaded(), transport=always(transport)):
         for _ in range(3):
-            model(torch.rand(N))
-        out = model(torch.rand(N))
+            model(numbers())
+        out = model(numbers())
         assert transport.pieces_in_use() > 0
         del out
         assert transport.pieces_in_use() == 0  # by reference count alone
         held = transport.pool.held_bytes
-        run(model, steps=5)
-        assert transport.pool.held_bytes == held
-        assert transport.pieces_in_use() == 0
+        for _ in range(5):
+            model(numbers()).sum().backward()
+        assert transport.pool.held_bytes == held and transport.pieces_in_use() == 0
 
 
 def test_memory_is_given_back_while_the_forward_runs():
@@ -172,9 +170,9 @@ def test_memory_is_given_back_while_the_forward_runs():
 
     def kept(n: int, transport: Any) -> int:
         model = Model(body, n=n)
-        with attach(model, model.offloaded(), transport=always(transport)):
-            model(torch.rand(N))
-            return bytes_alive_after(lambda: model(torch.rand(N)))
+        with attach(model, offloaded(n), transport=always(transport)):
+            model(numbers())
+            return bytes_alive_after(lambda: model(numbers()))
 
     for make in (CpuTransport, DeferredTransport):
         assert kept(8, make()) <= kept(2, make()) + 1024
@@ -236,30 +234,24 @@ def logged(*choices: Choice) -> list[str]:
     return log.lines
 
 
-def test_when_copies_are_waited_for_and_started():
-    lines = logged(OFFLOAD, OFFLOAD, RECOMPUTE, SAVE)
-    # 0 is settled when 1 has ended and 1 when 2 has: the log's clock is set after each forward
-    assert lines[:2] == ["forward of 0 done: wait", "forward of 1 done: wait"]
-    # 1 is fetched when 2's backward begins and 0 when 1's does: one ahead; both arrive when they are needed
-    assert lines[2:] == [
-        "before backward of 2: fetch",
-        "before backward of 1: fetch",
-        "before backward of 1: wait",
-        "before backward of 0: wait",
-    ]
-
-
-def test_a_window_gives_copies_the_forwards_of_several_units():
-    lines = logged(Offload(window=3), SAVE, Offload(window=2), SAVE, RECOMPUTE, SAVE)
-    # 0 is due at the end of 3, and 2 at the end of 4
-    assert lines[:2] == ["forward of 2 done: wait", "forward of 3 done: wait"]
-    # as early as that in backward, too; and 0 when 2 begins at the latest
-    assert lines[2:] == [
-        "before backward of 4: fetch",
-        "before backward of 3: fetch",
-        "before backward of 2: wait",
-        "before backward of 0: wait",
-    ]
+@pytest.mark.parametrize(
+    ("choices", "waits", "backward"),
+    [
+        # 0 is settled when 1 has ended and 1 when 2 has: the log's clock is set after each forward; 1 is fetched when
+        # 2's backward begins and 0 when 1's does: one ahead; both arrive when they are needed
+        ((OFFLOAD, OFFLOAD, RECOMPUTE, SAVE), (0, 1), ("2: fetch", "1: fetch", "1: wait", "0: wait")),
+        # a window gives copies the forwards of several units: 0 is due at the end of 3, and 2 at the end of 4; as early
+        # as that in backward, too, and 0 when 2 begins at the latest
+        (
+            (Offload(window=3), SAVE, Offload(window=2), SAVE, RECOMPUTE, SAVE),
+            (2, 3),
+            ("4: fetch", "3: fetch", "2: wait", "0: wait"),
+        ),
+    ],
+)
+def test_when_copies_are_waited_for_and_started(choices, waits, backward):
+    lines = [f"forward of {unit} done: wait" for unit in waits]
+    assert logged(*choices) == [*lines, *(f"before backward of {line}" for line in backward)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -274,10 +266,8 @@ def test_gradients_are_equal_with_any_windows(choices):
     def body(unit, x):
         return (x * unit.weight).sin().exp() * x
 
-    wanted, model = run(Model(body, n=len(choices))), Model(body, n=len(choices))
-    named = {f"units.{i}": choice for i, choice in enumerate(choices)}
-    with attach(model, named, transport=always(DeferredTransport())):
-        assert_equal(run(model), wanted)
+    named, n = {f"units.{i}": choice for i, choice in enumerate(choices)}, len(choices)
+    assert_equal(run(body, named, n, transport=always(DeferredTransport())), run(body, {}, n))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -287,8 +277,8 @@ def test_a_second_backward_over_the_same_graph(make, n):
         return (x * unit.weight).sin() * x  # two storages in one node, one of them used twice
 
     model, transport = Model(body, n=n), make()
-    with attach(model, model.offloaded(), transport=always(transport)):
-        loss = model(torch.rand(N).requires_grad_()).sum()
+    with attach(model, offloaded(n), transport=always(transport)):
+        loss = model(numbers().requires_grad_()).sum()
         for turn in (1, 2):
             for parameter in model.parameters():
                 parameter.grad = None
@@ -332,7 +322,7 @@ def test_a_rerun_happens_once_with_its_input_fetched():
         return (x * unit.weight).sin() * x
 
     model = Model(body)
-    with attach(model, dict.fromkeys(model.offloaded(), RecomputeOffload()), transport=always(transport)):
+    with attach(model, dict.fromkeys(offloaded(), RecomputeOffload()), transport=always(transport)):
         loss = model(torch.rand(N).requires_grad_()).sum()
         assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (3, 3 * 4 * N, 0)
         loss.backward()
@@ -340,15 +330,13 @@ def test_a_rerun_happens_once_with_its_input_fetched():
 
 
 def test_the_host_budget_is_a_bound_of_the_step():
-    body = lambda unit, x: (x * unit.weight).sin()  # noqa: E731
-    wanted = run(Model(body))
-    model = Model(body)
-    needed = 2 * 3 * 4 * N  # two storages of each unit
-    with attach(model, model.offloaded(), host_budget=needed) as session:
-        assert_equal(run(model), wanted)
+    body, needed = lambda unit, x: (x * unit.weight).sin(), 2 * 3 * 4 * N  # two storages of each unit
+    with attach(model := Model(body), offloaded(), host_budget=needed) as session:
+        model(numbers().requires_grad_()).sum().backward()
         assert session.host_bytes == needed
-    with attach(model, model.offloaded(), host_budget=needed - 4096), pytest.raises(HostBudgetExceeded):
-        run(model)
+    wanted = run(body, {})
+    assert_equal(run(body, offloaded(), host_budget=needed), wanted)
+    with attach(model, offloaded(), host_budget=needed - 4096), pytest.raises(HostBudgetExceeded):
+        model(numbers())
     with attach(model, {"units.0": OFFLOAD}, host_budget=needed):  # nothing of the failed step is left
-        model.zero_grad()
-        assert_equal(run(model), wanted)
+        model(numbers()).sum().backward()
