@@ -87,21 +87,15 @@ def test_choices_by_name_that_are_none_are_named():
         autockpt.apply("plan.yaml", model)  # type: ignore[arg-type]
 
 
-def test_the_handle_tells_what_was_checked(monkeypatch):
+def test_the_handle_tells_what_was_checked():
     model = LLAMA.make()
     plan = Plan(choices={"model.layers.0": RECOMPUTE, "model.layers.1": OFFLOAD})
-    with apply(model, plan) as handle:
-        train(model, LLAMA)
-        proof = handle.sentinels
-        assert proof.mode == "sample" and proof.window == 512
-        assert list(proof.units) == ["model.layers.0", "model.layers.1"]
+    for mode, checked in (("sample", ["model.layers.0", "model.layers.1"]), ("all", plan.choices), ("off", [])):
+        with apply(model, plan, sentinels=mode) as handle:
+            train(model, LLAMA)
+            proof = handle.sentinels
+        assert proof.mode == mode and proof.window == 512 and list(proof.units) == list(checked)
         assert all(unit.checks and unit.last_step for unit in proof.units.values())
-    with apply(model, plan, sentinels="off") as handle:
-        train(model, LLAMA)
-        assert not handle.sentinels.units
-    monkeypatch.setenv("AUTOCKPT_SENTINELS", "all")
-    with apply(model, plan) as handle:
-        assert handle.sentinels.mode == "all"
     with raises(UsageError, "'some'"):
         apply(model, plan, sentinels="some")
 

@@ -1,16 +1,22 @@
-"""torch.compile around attached choices: one graph where it can be, else an error that names the choice."""
+"""torch.compile around attached choices and plans: one graph where it can be, else an error that names the choice."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt import Plan, apply
 from autockpt.runtime import attach
-from autockpt.schema.choices import choice_kinds, parse_choice
-from tests.policies.zoo import CASES, assert_equal
+from autockpt.runtime.session import compiled_as
+from autockpt.schema import Measurement
+from autockpt.schema.choices import CompileBudget, choice_kinds, parse_choice
+from autockpt.workload import discover_units
+from tests.measuring.small_workloads import Block, Stack
+from tests.policies.zoo import CASES, assert_equal, bytes_alive_after, on, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
@@ -70,34 +76,103 @@ def test_one_graph_or_an_error_with_the_choices_name(kind, where, wanted):
         assert_equal(run(model), wanted)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-
 @pytest.mark.parametrize("kind", ["offload", "recompute_offload"])
 def test_what_moves_is_not_compiled_for_every_layer_anew(kind):
     """Else torch gives up on layers beyond its limit, and these run eagerly."""
 
-    def gradients(choose: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(6)))
-        batch, found = torch.randn(256, 64), list[Tensor]()
+    def make() -> nn.Module:
+        torch._dynamo.reset()
+        model = nn.Sequential(*(Block(0.0) for _ in range(6)))
         for layer in model:
             layer.compile(**AOT)
-        with attach(model, {str(i): parse_choice(kind) for i in range(6)} if choose else {}):
-            for _ in range(3):
-                model.zero_grad()
-                model(batch).square().mean().backward()
-                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        return found
+        return model
 
-    wanted = gradients(False)
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
-        got = gradients(True)
-    assert len(got) == len(wanted) and all(map(torch.equal, got, wanted))
+        found = trained(make, on("012345", kind), lambda: torch.randn(1024, 16), 3)
+    assert_equal(found, trained(make, {}, lambda: torch.randn(1024, 16), 3))
+
+
+# --- plans for compiled training, applied before or after compiling, and where they do not belong
+
+CHEAP: dict[str, Any] = {"backend": "aot_eager_decomp_partition"}
+NAMES = [f"layers.{i}" for i in range(4)]
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack(dropout=0.0)
+
+
+def batch() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(256, 16, requires_grad=True)
+
+
+def plan_for(model: nn.Module, mode: str | None, **more: Any) -> Plan:
+    """A measured plan with a tight budget on every layer."""
+    return Plan.create(
+        dict.fromkeys(NAMES, CompileBudget(fraction=0.1)),
+        discover_units(model),
+        source="measured",
+        compile=mode,
+        measured=Measurement(peak_bytes=2**20, step_seconds=0.5),
+        **more,
+    )
+
+
+def compile_in_place(model: nn.Module, mode: str) -> None:
+    for module in model.layers if mode == "layers" else [model]:  # type: ignore[union-attr]
+        module.compile(**CHEAP)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(batch()).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def kept(model: nn.Module) -> int:
+    return bytes_alive_after(lambda: model(batch()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["layers", "model"])
+@pytest.mark.parametrize("first", ["apply", "compile"])
+def test_a_plan_acts_whether_applied_before_or_after_compiling(mode: str, first: str):
+    plain = stack()
+    compile_in_place(plain, mode)
+    wanted, most = gradients_of(plain), kept(plain)
+    torch._dynamo.reset()
+    model = stack()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        if first == "compile":
+            compile_in_place(model, mode)
+        with apply(model, plan_for(model, mode)):
+            if first == "apply":
+                compile_in_place(model, mode)
+            found = gradients_of(model)
+            assert kept(model) < 0.7 * most
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_a_plan_for_other_steps_than_compiled_ones_is_doubted():
+    model = stack()
+    compile_in_place(model, "layers")
+    choices = dict.fromkeys(NAMES, parse_choice("recompute"))
+    measured = Measurement(peak_bytes=2**20, step_seconds=0.5)
+    plan = Plan.create(choices, discover_units(model), source="measured", measured=measured)
+    with pytest.warns(UserWarning, match="the model is compiled"), apply(model, plan) as handle:
+        assert any("compiled" in note for note in handle.notes)
+
+
+def test_how_a_model_is_compiled_is_seen():
+    model = stack()
+    assert compiled_as(model, NAMES) is None
+    model.layers[2].compile(**CHEAP)
+    assert compiled_as(model, NAMES) == "layers"
+    assert compiled_as(torch.compile(stack(), **CHEAP), NAMES) == "model"  # type: ignore[arg-type]
+    wrapped = stack()
+    wrapped.layers[0] = torch.compile(wrapped.layers[0], **CHEAP)  # type: ignore[assignment]
+    assert compiled_as(wrapped, NAMES) == "layers"
