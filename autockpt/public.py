@@ -83,8 +83,9 @@ def search(
     """
     with ExitStack() as stack:
         watcher: Listener = Silence()
+        screen = console(stderr=True)
         if progress:
-            watcher = stack.enter_context(listener(console(stderr=True)))
+            watcher = stack.enter_context(listener(screen))
         open_length = isinstance(step, str) and workload.get("seq_len") == "auto"
         given = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
         described = {"hardware": hardware, "device": device, "compile": compile}
@@ -115,8 +116,12 @@ def search(
         found = answer(request, watcher)
         assert not isinstance(found, PipelineAnswer)
         if isinstance(found, BatchAnswer):
-            for line in (*found.lines(), *found.notes):
-                watcher.note(line)
+            if progress:
+                from autockpt.cli.search import batches_table
+
+                screen.print(batches_table(found))
+            for note in found.notes:
+                watcher.note(note)
             found = found.outcome
         if found.run_directory is not None:
             watcher.note(page_of(found.run_directory))

@@ -361,11 +361,7 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
     """Print the best setting's whole answer, all settings by tokens per second, and the trainers' flags."""
     print_answer(answer.outcome, console)
     best = answer.best
-    table = plain_table(">batch", ">×", "<plan", ">peak", ">update", f">{answer.unit}/s", ">of best")
-    table.add_row(*best.cells(best), style="bold")
-    for setting in answer.others:
-        table.add_row(*setting.cells(best))
-    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console, table)
+    heading(f"{answer.rows_per_update} rows per update: which micro-batch", console, batches_table(answer))
     if not isinstance(best.score, Measurement):
         console.print(simulated(answer.outcome.step_note))
     counted = f"The trials above are those of micro-batches of {best.batch_size}; "
@@ -374,6 +370,24 @@ def print_batches(answer: BatchAnswer, console: Console) -> None:
     heading("The settings that go with the plan:", console)
     for trainer, flags in _trainer_flags(best.batch_size, best.accumulate).items():
         console.print(Text(f"  {trainer:<14}{flags}", style="cyan"), soft_wrap=True)
+
+
+def batches_table(answer: BatchAnswer) -> Table:
+    """The micro-batches that were tried, the best first."""
+    table = plain_table(">batch", ">×", "<plan", ">peak", ">update", f">{answer.unit}/s", ">of best")
+    for setting in (answer.best, *answer.others):
+        mark = "" if isinstance(setting.score, Measurement) else "~"
+        table.add_row(
+            str(setting.batch_size),
+            str(setting.accumulate),
+            setting.plan,
+            f"{mark}{format_binary(setting.score.peak_bytes)}",
+            words.step_of(setting.score),
+            f"{mark}{setting.per_second:,.0f}",
+            f"{setting.per_second / answer.best.per_second:.0%}",
+            style="bold" if setting is answer.best else None,
+        )
+    return table
 
 
 def print_stages(answer: PipelineAnswer, console: Console) -> None:

@@ -10,13 +10,12 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from autockpt.schema import words
 from autockpt.schema.base import Command, Data, Facts
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
-from autockpt.schema.sizes import Budget, ResolvedBudget, format_binary
+from autockpt.schema.sizes import Budget, ResolvedBudget
 from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Measurement, Prediction, Trial
 from autockpt.schema.workload import SEEDS, Stage, WorkloadSpec
@@ -206,19 +205,6 @@ class BatchSetting(Data):
         """Tokens (or rows) per second."""
         return self.work / self.update_seconds
 
-    def cells(self, best: BatchSetting) -> list[str]:
-        """Batch size, accumulation, plan, peak, update, units per second, and these as a share of the best's."""
-        mark = "" if isinstance(self.score, Measurement) else "~"
-        return [
-            str(self.batch_size),
-            str(self.accumulate),
-            self.plan,
-            f"{mark}{format_binary(self.score.peak_bytes)}",
-            words.step_of(self.score),
-            f"{mark}{self.per_second:,.0f}",
-            f"{self.per_second / best.per_second:.0%}",
-        ]
-
 
 class BatchAnswer(Data):
     """The most tokens per second for a number of rows per update: the best setting, its search, and the others."""
@@ -231,14 +217,6 @@ class BatchAnswer(Data):
     trials: int = Field(description="of all sizes together, well-known plans among them, as outcomes count them")
     seconds: float = Field(description="wall time of it all")
     notes: tuple[str, ...] = ()
-
-    def lines(self) -> list[str]:
-        """All settings in a line of text each, the best first: for a log."""
-        lines = []
-        for setting in (self.best, *self.others):
-            rows, times, plan, peak, seconds, rate, share = setting.cells(self.best)
-            lines.append(f"{rows} × {times}: {rate} {self.unit}/s ({share}), update {seconds}, peak {peak}, {plan}")
-        return lines
 
 
 class StagePlan(Data):
