@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from autockpt.schema import (
     Menu,
     OpTimes,
     Plan,
-    PlanStatus,
     Profile,
     Remake,
     ResolvedBudget,
@@ -61,42 +60,6 @@ from autockpt.tuning.door import refuse_both, refuse_described
 from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key
 from autockpt.tuning.sizes import resized
 from autockpt.workload import Step
-
-
-@dataclass(frozen=True)
-class ExplainRequest:
-    """What to explain: a plan, or what fits a budget, or plain training.
-
-    Of the workload that ``spec`` describes, on ``device`` or on ``hardware`` as it is described; or of a live ``step``
-    (``spec`` None), where its model is. ``plan_path`` is the plan's file or run directory.
-    """
-
-    spec: WorkloadSpec | None
-    plan: Plan | None = None
-    plan_path: Path | None = None
-    budget: Budget | None = None
-    device: str | None = None
-    hardware: Hardware | None = None
-    step: Step | None = None
-
-    @property
-    def described(self) -> WorkloadSpec:
-        """The workload, in questions that no live step is asked."""
-        assert self.spec is not None
-        return self.spec
-
-    @property
-    def name(self) -> str:
-        """Of the model."""
-        return self.described.model if self.step is None else type(self.step.model).__name__
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device at hand, where no hardware is simulated."""
-        if self.step is not None:
-            return self.step.device
-        return torch.device("cpu") if self.hardware is not None else get_device(self.device).torch_device
-
 
 OTHER_WORKLOAD = "the workload is not the one that the plan was made for: its promise does not count"
 
@@ -170,42 +133,56 @@ def explain(
         spec = spec or described_by({})
     card = hardware_for(hardware, device, loaded)
     within = budget_for(budget, loaded, card is not None)
-    return explain_step(ExplainRequest(spec, loaded, path, within, device, card, step), listener or Silence())
+    on = {"workload": spec, "step": step, "device": device, "hardware": card}
+    request = SearchRequest(budget=within or parse_budget("auto"), **on)
+    return explain_step(request, listener or Silence(), loaded, path, any_budget=within is None)
 
 
-def explain_step(question: ExplainRequest, listener: Listener) -> Explanation:
-    """Explain a step by ghost runs, and by the plans of a simulated search."""
-    with open_subject(question, listener) as subject:
-        predictor, asked, card = subject.profiled.predictor, question.budget, question.hardware
-        on = {"workload": question.spec, "step": question.step, "space": subject.space}
-        request = SearchRequest(budget=asked or parse_budget("auto"), **on)
+def explain_step(
+    request: SearchRequest,
+    listener: Listener,
+    plan: Plan | None = None,
+    path: Path | None = None,
+    *,
+    any_budget: bool = False,
+) -> Explanation:
+    """Explain a step by ghost runs, and by the plans of a simulated search: ``plan``, which is that of ``path``, or
+    what fits the budget; plain training where ``any_budget`` will do."""
+    with open_subject(request, plan, listener) as subject:
+        found, cost_model, card = subject.found, subject.cost_model, request.hardware
         # nominal times rank plans, and are shown to nobody
-        known, trials = searched(request, subject.profiled, listener if subject.basis[0] != "nominal" else Silence())
+        known, trials = searched(subject.request, cost_model, listener if subject.basis[0] != "nominal" else Silence())
         if subject.choices is not None:
-            known.keep(known.reach_of(subject.choices, predictor.predict(subject.choices)))
-        budget = trials.budget if asked is not None else None
-        choices, said, status, notes = _chosen(subject, known, trials.best, budget)
-        graph = subject.tracer.trace(choices)
-        environment = subject.profiled.profile.op_times.environment
+            known.keep(known.reach_of(subject.choices, cost_model.predictor.predict(subject.choices)))
+        budget = None if any_budget else trials.budget
+        if plan is not None and subject.choices is not None:
+            same, choices, said = made_for(plan, subject.request.workload), dict(subject.choices), str(path or "a plan")
+            status = plan.status if same else "unmeasured"
+            notes = (*(() if same else (OTHER_WORKLOAD,)), *_smaller_batches(plan))
+        else:
+            choices, said, notes = _chosen(known, trials.best, budget, cost_model)
+            status = "simulated"
+        graph = found.tracer.trace(choices)
+        environment = cost_model.profile.op_times.environment
         on_host = said_of_host(environment, host_bytes_of(graph.copies, environment.device.kind))
         return _explanation(
             known,
             subject.basis,
-            (subject.base, graph),
+            (found.plain, graph),
             subject.head,
-            predictor.needs(graph),
+            cost_model.predictor.needs(graph),
             card,
-            question.plan.measured if question.plan is not None and status == "measured" else None,
-            subject.profiled.profile,
-            model=question.name,
-            settings=subject.tracer.settings,
+            plan.measured if plan is not None and status == "measured" else None,
+            cost_model.profile,
+            model=request.name,
+            settings=found.tracer.settings,
             plan=said,
             status=status,
             choices=choices,
             budget=budget,
             budgets=budget_steps(known, budget),
-            step_note=step_note(environment, question.spec),
-            notes=(*subject.notes, *notes, *on_host, *([said_of(card)] if card is not None else [])),
+            step_note=step_note(environment, request.workload),
+            notes=(*found.all_notes, *notes, *on_host, *([said_of(card)] if card is not None else [])),
         )
 
 
@@ -330,23 +307,16 @@ def _smaller_batches(plan: Plan) -> tuple[str, ...]:
 
 
 def _chosen(
-    subject: Subject, known: Known, best: Trial | None, budget: ResolvedBudget | None
-) -> tuple[dict[str, Choice], str, PlanStatus, tuple[str, ...]]:
-    """The plan that is explained: its choices, what it is in words, its status, and notes."""
-    question = subject.question
-    if question.plan is not None and subject.choices is not None:
-        same = made_for(question.plan, question.spec)
-        status = question.plan.status if same else "unmeasured"
-        notes = (*(() if same else (OTHER_WORKLOAD,)), *_smaller_batches(question.plan))
-        return dict(subject.choices), str(question.plan_path or "a plan"), status, notes
+    known: Known, best: Trial | None, budget: ResolvedBudget | None, cost_model: CostModel
+) -> tuple[dict[str, Choice], str, tuple[str, ...]]:
+    """The choices that are explained where no plan is given, what they are in words, and notes."""
     if budget is None:
-        return known.save_all.choices, "plain training: every layer saves everything", "simulated", ()
+        return known.save_all.choices, "plain training: every layer saves everything", ()
     if best is not None:
-        return dict(best.choices), f"the plan of a simulated search for {budget.words}", "simulated", ()
-    needs = subject.profiled.needs(known.lean.peak_bytes)
+        return dict(best.choices), f"the plan of a simulated search for {budget.words}", ()
     smallest = format_bytes(known.lean.peak_bytes)
     note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
-    return known.lean.choices, "the leanest plan", "simulated", (f"{note}. {needs}",)
+    return known.lean.choices, "the leanest plan", (f"{note}. {cost_model.needs(known.lean.peak_bytes)}",)
 
 
 def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:
@@ -388,78 +358,67 @@ def _basis(times: OpTimes, when: str) -> tuple[Basis, str]:
 
 @dataclass(frozen=True)
 class Subject:
-    """An open workload. ``base`` is its plain step, ``choices`` are the plan's, by unit name."""
+    """A step that was ghost-run, with what its choices cost. ``choices`` are the plan's, by unit name."""
 
-    question: ExplainRequest
-    tracer: Tracer
-    base: Graph
-    space: SearchSpace
+    request: SearchRequest
+    found: Traced
     basis: tuple[Basis, str]
-    profiled: CostModel
+    cost_model: CostModel
     choices: Mapping[str, Choice] | None
-    notes: tuple[str, ...] = ()
 
     @property
     def head(self) -> str | None:
         """Name of the model's output head."""
-        return self.tracer.head.name if self.tracer.head is not None else None
+        head = self.found.tracer.head
+        return head.name if head is not None else None
 
 
 @contextmanager
-def open_subject(question: ExplainRequest, listener: Listener) -> Iterator[Subject]:
-    """Ghost-run and profile the workload of a question; the tracer's process ends with the block.
+def open_subject(request: SearchRequest, plan: Plan | None, listener: Listener) -> Iterator[Subject]:
+    """Ghost-run and profile the step of a request; the tracer's process ends with the block.
 
     Raises UsageError for a model without blocks, PlanError for a plan that does not fit the model, and what the tracer
     raises.
     """
     listener.stage("trace")
+    card = request.hardware
     with ExitStack() as stack:
-        if question.step is not None:
-            tracer = stack.enter_context(Tracer.from_step(question.step))
+        if request.step is not None:
+            tracer = stack.enter_context(Tracer.from_step(request.step))
         else:
-            asked = question.hardware, question.described, question.plan
-            tracer, spec = open_tracer(stack, *asked, device=question.torch_device)
-            question = replace(question, spec=spec)
-        choices = question.plan.choices_for(tracer.units, tracer.head) if question.plan is not None else None
+            tracer, spec = open_tracer(stack, card, request.described, plan, device=_torch_device(card, request.device))
+            request = request.model_copy(update={"workload": spec})
+        choices = plan.choices_for(tracer.units, tracer.head) if plan is not None else None
         of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
-        space, card = SearchSpace(), question.hardware
+        space = SearchSpace()
         if card is None:
             found = traced(tracer, space, of_head=of_head, listener=listener)
         else:
-            found = traced_for(stack, card, question.described, tracer, space, of_head=of_head, listener=listener)
-        times, basis, others = _times(question, found)
+            found = traced_for(stack, card, request.described, tracer, space, of_head=of_head, listener=listener)
+        times, basis, others = _times(request, found)
         listener.stage("profiling choices")
-        within = question.budget.budget_bytes if question.budget is not None else None
+        within = request.budget.budget_bytes
         local = memory_at_hand(times.environment, within, times)
         needs = simulated_memory(card, within) if card is not None else local
         # choices of the plan that no menu has by itself
         own = dict.fromkeys(c for c in (choices or {}).values() if isinstance(c, Selective | Remake))
-        profiled = found.cost_model(times, used_by_others=others, extra=own, needs=needs)
-        yield Subject(
-            question=question,
-            tracer=tracer,
-            base=found.plain,
-            space=found.space,
-            basis=basis,
-            profiled=profiled,
-            choices=choices,
-            notes=found.all_notes,
-        )
+        cost_model = found.cost_model(times, used_by_others=others, extra=own, needs=needs)
+        yield Subject(request.model_copy(update={"space": found.space}), found, basis, cost_model, choices)
 
 
-def _times(question: ExplainRequest, found: Traced) -> tuple[OpTimes, tuple[Basis, str], int]:
+def _times(request: SearchRequest, found: Traced) -> tuple[OpTimes, tuple[Basis, str], int]:
     """Op times, an earlier search's or else rates of common hardware; what they rest on; bytes that others hold."""
-    if question.hardware is not None:
-        times = found.roofline(question.hardware)
+    if request.hardware is not None:
+        times = found.roofline(request.hardware)
         return times, _basis(times, ""), 0
     heads = list(found.heads.graphs.values()) if found.heads is not None else []
-    step, settings = question.step, dict[str, Any]()
-    device = get_device(question.device if step is None else str(step.device))
+    step, settings = request.step, dict[str, Any]()
+    device = get_device(request.device if step is None else str(step.device))
     if step is None:
-        environment = environment_to_measure_in(question.device)
+        environment = environment_to_measure_in(request.device)
     else:
         environment, settings = environment_of(device), live_settings(step, found.tracer)
-    key = workload_key(question.spec, question.name, settings)
+    key = workload_key(request.workload, request.name, settings)
     lean = (found.uniform.get("recompute") or found.uniform["save"])[1]  # all that is timed; copies go by their rates
     if (cached := cached_op_times(environment, [lean, *heads], key)) is not None:
         return cached, _basis(cached, "by an earlier search"), device.used_by_others()
@@ -470,13 +429,18 @@ def _times(question: ExplainRequest, found: Traced) -> tuple[OpTimes, tuple[Basi
     return nominal_op_times(environment, *found.graphs, *heads), ("nominal", note), device.used_by_others()
 
 
-def step_graph(question: ExplainRequest) -> Graph:
-    """Every op of the described step, under the plan of a question that has one. Raises as ``open_subject`` does."""
-    plan = question.plan
+def step_graph(spec: WorkloadSpec, plan: Plan | None, *, hardware: str | None, device: str | None) -> Graph:
+    """Every op of the described step, under the plan where there is one. Raises as ``open_subject`` does."""
+    card = hardware_for(hardware, device, plan)
     with ExitStack() as stack:
-        tracer, _ = open_tracer(stack, question.hardware, question.described, plan, device=question.torch_device)
+        tracer, _ = open_tracer(stack, card, spec, plan, device=_torch_device(card, device))
         graph = tracer.trace(plan.choices_for(tracer.units, tracer.head) if plan is not None else None)
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)})
+
+
+def _torch_device(hardware: Hardware | None, device: str | None) -> torch.device:
+    """The local device, where no hardware is simulated."""
+    return torch.device("cpu") if hardware is not None else get_device(device).torch_device
 
 
 def estimate_step(

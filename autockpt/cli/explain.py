@@ -61,16 +61,15 @@ def explain(
         raise UsageError(
             "--ops prints the step of a plan, or of plain training", remedy="Leave --budget out, or name a plan."
         )
-    from autockpt.analysis.explain import ExplainRequest, hardware_for, step_graph
     from autockpt.analysis.explain import explain as explained
+    from autockpt.analysis.explain import step_graph
 
     with listener(progress()) as watcher:
         if ops:
             loaded = plan_at(plan) if plan is not None else None
             spec = described_by(workload, loaded.workload if loaded is not None else None)
-            question = ExplainRequest(spec, loaded, device=device, hardware=hardware_for(hardware, device, loaded))
             watcher.stage("trace")
-            show(step_graph(question), print_ops, as_json)
+            show(step_graph(spec, loaded, hardware=hardware, device=device), print_ops, as_json)
             return
         on: dict[str, Any] = {"device": device, "hardware": hardware, "listener": watcher}
         said = explained(plan, workload, budget=budget, **on)

@@ -21,10 +21,14 @@ class Asked:
 
     def __init__(self, answer: Explanation) -> None:
         self.questions: list[Any] = []
+        self.plans: list[Any] = []
+        self.limited: list[bool] = []
         self.answer = answer
 
-    def explain(self, question: Any, listener: Any) -> Any:
-        self.questions.append(question)
+    def explain(self, request: Any, listener: Any, plan: Any, path: Any, *, any_budget: bool) -> Any:
+        self.questions.append(request)
+        self.plans.append((plan, path))
+        self.limited.append(not any_budget)
         return self.answer
 
 
@@ -64,8 +68,8 @@ def test_a_budget_is_explained(autockpt, asked: Asked) -> None:
     assert result.code == 0, result.err
     assert "Where the bytes go" in result.out and "Why this plan" in result.out
     (question,) = asked.questions
-    assert question.spec == WorkloadSpec(model="llama-tiny", batch_size=2)
-    assert question.budget.text == "24GB" and question.plan is None
+    assert question.workload == WorkloadSpec(model="llama-tiny", batch_size=2)
+    assert question.budget.text == "24GB" and asked.limited == [True] and asked.plans == [(None, None)]
 
 
 def test_a_simulated_plan_is_explained_on_its_own_device(autockpt, asked: Asked, tmp_path: Path) -> None:
@@ -106,8 +110,9 @@ def test_a_plan_brings_its_workload(autockpt, asked: Asked, tmp_path: Path) -> N
     (tmp_path / "plan.yaml").write_text(text)
     assert autockpt("explain", "plan.yaml", "--seq-len", "16").code == 0
     (question,) = asked.questions
-    assert question.spec == WorkloadSpec(model="llama-tiny", batch_size=8, seq_len=16)
-    assert question.plan is not None and question.plan_path == Path("plan.yaml")
+    assert question.workload == WorkloadSpec(model="llama-tiny", batch_size=8, seq_len=16)
+    ((plan, path),) = asked.plans
+    assert plan is not None and path == Path("plan.yaml") and asked.limited == [False]
 
 
 def test_a_run_is_explained_from_its_files(autockpt, asked: Asked, tmp_path: Path) -> None:
