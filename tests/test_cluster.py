@@ -99,4 +99,4 @@ def test_ray_tasks_fill_one_folder(program: Path, tmp_path: Path) -> None:
     assert len(runs) == 8
     for model, on, job in expected:
         (run,) = [r for r in runs if r["model"] == model and r["on"].startswith(on) and r["job"] == job]
-        assert run["plan_hash"] and run["peak_bytes"]
+        assert run["answer"]["plan_hash"] and run["answer"]["predicted"]["peak_bytes"]

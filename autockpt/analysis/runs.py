@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import Trial, words
+from autockpt.schema import Trial
+from autockpt.schema.base import Data
 from autockpt.schema.files import write_file
 from autockpt.schema.runs import RunDirectory
 
 INDEX = "index.html"
 
 
-@dataclass(frozen=True)
-class InShort:
+class InShort(Data):
     """One run: its question in a few words, and its answer. ``infeasible`` and ``damaged`` say why it has none."""
 
     path: Path
@@ -35,19 +33,6 @@ class InShort:
         """Why there is no answer, in two words."""
         return "damaged" if self.damaged else "nothing fits" if self.infeasible else "none yet"
 
-    def as_json(self, folder: Path) -> dict[str, Any]:
-        """Plain values; None for what is not known."""
-        score = self.answer.score if self.answer is not None else None
-        return {
-            "run": str(self.path.relative_to(folder)),
-            "date": words.when(self.date) if self.date else None,
-            **{name: getattr(self, name) or None for name in ("model", "on", "budget", "job", "infeasible", "damaged")},
-            "trials": self.trials,
-            "state": self.answer.state if self.answer is not None else None,
-            "plan_hash": self.answer.plan_hash if self.answer is not None else None,
-            **{name: getattr(score, name, None) for name in ("peak_bytes", "step_seconds", "noise", "host_bytes")},
-        }
-
 
 def in_short(path: Path) -> InShort:
     """The run in a directory; a damaged one says what is wrong with it."""
@@ -55,7 +40,7 @@ def in_short(path: Path) -> InShort:
         run = RunDirectory.open(path)
         environment, trials, refusal = run.environment(), run.trials(), run.refusal()
         return InShort(
-            path,
+            path=path,
             date=run.dates()[1],
             model=run.model,
             on=environment.device.name if environment is not None else "",
@@ -66,7 +51,7 @@ def in_short(path: Path) -> InShort:
             infeasible=refusal.partition("\n")[0],
         )
     except RunDirectoryError as error:
-        return InShort(path, damaged=error.message)
+        return InShort(path=path, damaged=error.message)
 
 
 def write_index(folder: Path, runs: Sequence[InShort]) -> Path:

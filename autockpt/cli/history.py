@@ -68,7 +68,7 @@ def history(
     if page:
         show({"page": write_index(place, runs)}, _print_page, as_json)
     else:
-        show([run.as_json(place) for run in runs], lambda _, console: _print_runs(place, runs, console), as_json)
+        show(runs, partial(_print_runs, place), as_json)
 
 
 def _print_page(written: dict[str, Path], console: Console) -> None:

@@ -79,8 +79,8 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     assert rows[f"{broken.path.name}:"] and broken.path.name not in rows and "trials.jsonl:1" in result.out
     assert f"{refused.path.name}: nothing fits 20%\n" in result.out and result.code == 0
     listed = autockpt("history", "--json").json
-    assert [run["step_seconds"] for run in listed if run["state"]] == [0.448]
-    assert sorted(run["infeasible"] or "" for run in listed) == ["", "", "nothing fits 20%"]
+    assert [run["answer"]["measured"]["step_seconds"] for run in listed if run["answer"]] == [0.448]
+    assert sorted(run["infeasible"] for run in listed) == ["", "", "nothing fits 20%"]
     assert [bool(run["damaged"]) for run in listed].count(True) == 1
 
 
