@@ -37,7 +37,7 @@ while they are imported stays, and to look through it again and again takes a fi
 # heading -> options by parameter name, in this order; what is in none stands under "Options"
 PANELS = {
     "Training step": """model batch_size seq_len packed lengths batch_sizes seq_lens dtype autocast optimizer
-        accumulate global_batch lora full qlora prepare_kbit load_in_4bit compile job seed""",
+        accumulate global_batch lora full qlora load_in_4bit compile job seed""",
     "Device and budget": "budget headroom host_budget device hardware gpus_per_host cards",
     "Search": "trials timeout choices allow_inexact storage resume fresh no_wait",
     "Output": "out plan_out page as_json help",

@@ -31,9 +31,6 @@ def estimate(
     lora: int = opt("--lora RANK", "Rank of the LoRA rows; 0 leaves them out.", default=16, min=0),
     full: bool = opt("--full/--no-full", "Rows that train all weights.", default=True),
     qlora: bool = opt("--qlora/--no-qlora", "LoRA rows again on a base in 4 bits.", default=True),
-    prepare_kbit: bool = flag(
-        "--prepare-kbit/--no-prepare-kbit", "4-bit rows with norms, embeddings and head in fp32, as PEFT's."
-    ),
     dtype: str | None = opt("--dtype TYPE", "Type of the weights: bf16, fp16, fp32. Default: the model's."),
     as_json: bool = flag("--json", "Print JSON, one object a line."),
 ) -> None:
@@ -55,7 +52,6 @@ def estimate(
         lora=lora,
         full=full,
         qlora=qlora,
-        prepare_kbit=prepare_kbit,
         dtype=kind,
         watch=lambda _: listener(progress()),
     )

@@ -30,13 +30,11 @@ def estimate(
     lora: int = 16,
     full: bool = True,
     qlora: bool = True,
-    prepare_kbit: bool = False,
     dtype: Dtype | None = None,
     watch: Callable[[str], AbstractContextManager[Listener]] = lambda subject: nullcontext(Silence()),
 ) -> Iterator[Estimate]:
     """One simulated answer after the other: for full training, for LoRA adapters of rank ``lora`` (0: none), and with
-    ``qlora`` for these on a base in 4 bits, which needs bitsandbytes to be installed; ``prepare_kbit`` then has the
-    norms, embeddings and head in fp32, as PEFT's ``prepare_model_for_kbit_training`` leaves them.
+    ``qlora`` for these on a base in 4 bits, which needs bitsandbytes to be installed.
 
     Models are named as for ``search``, cards as for its ``hardware``. The weights are of ``dtype``, by default what the
     shape's file says (bf16, mostly), the optimizer is AdamW, and the budget is what the card has, less the headroom
@@ -67,7 +65,7 @@ def estimate(
             asked: dict[str, Any] = {
                 "model": model, "batch_size": batch, "seq_len": length, "lora": rank, "load_in_4bit": in_4bit
             }  # fmt: skip
-            spec = WorkloadSpec(**asked, dtype=dtype, prepare_kbit=prepare_kbit and in_4bit)
+            spec = WorkloadSpec(**asked, dtype=dtype)
             request = SearchRequest(budget=budget, workload=spec, space=space, hardware=known[card], alternatives=False)
             with watch(f"estimate {model}") as listener:
                 row = _answered(Estimate(**asked, card=card, fits=False), request, listener)
