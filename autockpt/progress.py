@@ -38,15 +38,23 @@ FITS = {True: "fits", False: "over the budget", None: ""}
 class LineListener:
     """One line per stage and trial, for logs and pipes: ``say`` gets them. ``clock`` returns seconds.
 
-    As a context manager it also says, from a thread of its own, that a stage about which nothing is heard still runs.
+    As a context manager it also says, from a thread of its own, that a stage about which nothing is heard for ``quiet``
+    seconds still runs. ``brief``: stages and trials have no lines of their own.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
-        self.trials = 0
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet: float = QUIET,
+        brief: bool = False,
+    ) -> None:
+        self._say, self._clock, self._least_quiet, self._brief = say, clock, quiet, brief
+        self.trials, self._best = 0, ""
         self._stage, self._total, self._done = "", 0, 0
         self._start = self._told = self._began = self._came = clock()
-        self._quiet = QUIET
+        self._quiet = quiet
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -61,9 +69,10 @@ class LineListener:
 
     def stage(self, name: str, total: int | None = None) -> None:
         with self._lock:
-            self._stage, self._total, self._done, self._quiet = name, total or 0, 0, QUIET
+            self._stage, self._total, self._done, self._quiet = name, total or 0, 0, self._least_quiet
             self._began = self._came = self._clock()
-            self._line(f"{name} …")
+            if not self._brief:
+                self._line(f"{name} …")
 
     def advance(self, steps: int = 1) -> None:
         with self._lock:
@@ -73,9 +82,10 @@ class LineListener:
     def trial(self, trial: Trial, best: Trial | None) -> None:
         self.advance()
         with self._lock:
-            self.trials += 1
+            self.trials, self._best = self.trials + 1, f", best {describe_numbers(best)}" if best else ""
             left = self._left() if self._clock() - self._began > SILENT else ""
-            self._line(describe_trial(trial, best) + (f"  ({left})" if left else ""))
+            if not self._brief:
+                self._line(describe_trial(trial, best) + (f"  ({left})" if left else ""))
 
     def note(self, text: str) -> None:
         with self._lock:
@@ -87,7 +97,7 @@ class LineListener:
             now = self._clock()
             if self._stage and now - self._told >= self._quiet:
                 self._quiet *= 2
-                self._line(f"{self._stage}: {self._left() or f'{words.seconds(now - self._began)} so far'}")
+                self._line(f"{self._stage}: {self._left() or f'{words.seconds(now - self._began)} so far'}{self._best}")
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOKS):

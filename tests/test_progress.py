@@ -46,6 +46,19 @@ def test_a_silent_stage_reports_ever_less_often() -> None:
     ]
 
 
+def test_a_brief_one_reports_long_stages_alone() -> None:
+    said: list[str] = []
+    now = [0.0]
+    lines = LineListener(said.append, lambda: now[0], quiet=60.0, brief=True)
+    lines.stage("search", 4)
+    lines.trial(trial(0), trial(0))
+    for now[0] in range(1, 100):
+        lines.pulse()
+    assert [line.partition("] ")[2] for line in said] == [
+        "search: 1 of 4, about 120 s left, best 448 ms ±0.8 %, 441 MiB"
+    ]
+
+
 def test_its_thread_ends_with_the_block() -> None:
     before = threading.active_count()
     with LineListener(lambda line: None) as lines:

@@ -13,11 +13,11 @@ from tqdm.auto import tqdm
 
 from autockpt.errors import AutockptError, MeasurementError, UsageError
 from autockpt.integrations.rows import OWN, largest_batch, lengths_here
-from autockpt.progress import describe_numbers
+from autockpt.progress import LineListener
 from autockpt.runtime import Handle, apply
-from autockpt.schema import Trial, words
+from autockpt.schema import words
 from autockpt.schema.plan import Plan, applied
-from autockpt.schema.request import Listener, SearchOutcome
+from autockpt.schema.request import SearchOutcome
 from autockpt.schema.runs import plan_at
 from autockpt.tuning import answer, search_request
 from autockpt.workload import Step
@@ -25,36 +25,11 @@ from autockpt.workload import Step
 TIMEOUT = 600.0
 """Seconds that a search at the start of training may take, by default, where a tenth of the training is not shorter."""
 QUIET = 60.0
-"""Seconds between two lines of progress: a line for every trial would fill the log of the training."""
+"""Seconds without a line of progress: a line for every trial would fill the log of the training."""
 _SIMULATED = "for FSDP and ZeRO-3 simulated, with `shard: N` in a --job file and --hardware"
 _OPTIONS = (
     "timeout", "out", "lengths", "headroom", "host_budget", "allow_inexact", "choices", "trials", "seed", "fresh"
 )  # fmt: skip
-
-
-class _Progress(Listener):
-    """Says how far a search is, at most once in ``QUIET`` seconds, and all that the user should know now."""
-
-    def __init__(self) -> None:
-        self.trials, self.best = 0, ""
-        self._stage, self._said = "", time.monotonic()
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        self._stage = name
-        self.advance()
-
-    def advance(self, steps: int = 1) -> None:
-        if time.monotonic() - self._said >= QUIET:
-            self.note(f"searching: {self._stage}, {words.counted(self.trials, 'plan')} tried{self.best}")
-
-    def trial(self, trial: Trial, best: Trial | None) -> None:
-        self.trials += 1
-        self.best = f", best {describe_numbers(best)}" if best is not None else ""
-        self.advance()
-
-    def note(self, text: str) -> None:
-        self._said = time.monotonic()
-        say(text)
 
 
 class PlanCallback:
@@ -128,10 +103,11 @@ class PlanCallback:
             "training_steps": steps if request.timeout is None else None,
             "others_wait": processes > 1,
         }
-        began, heard = time.monotonic(), _Progress()
+        began, heard = time.monotonic(), LineListener(say, quiet=QUIET, brief=True)
         say(f"searching for a plan within {request.budget.text}, for at most {words.seconds(timeout)}")
         try:
-            outcome = answer(request.model_copy(update=asked), heard)
+            with heard:
+                outcome = answer(request.model_copy(update=asked), heard)
         except AutockptError as error:
             raise error.with_traceback(None) from None
         assert isinstance(outcome, SearchOutcome)
