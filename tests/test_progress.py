@@ -54,9 +54,8 @@ def test_a_brief_one_reports_long_stages_alone() -> None:
     lines.trial(trial(0), trial(0))
     for now[0] in range(1, 100):
         lines.pulse()
-    assert [line.partition("] ")[2] for line in said] == [
-        "search: 1 of 4, about 120 s left, best 448 ms ±0.8 %, 441 MiB"
-    ]
+    (line,) = said
+    assert "search: 1 of 4, about" in line and line.endswith("best 448 ms ±0.8 %, 441 MiB")
 
 
 def test_its_thread_ends_with_the_block() -> None:
