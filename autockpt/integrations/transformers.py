@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -21,8 +21,6 @@ from autockpt.schema.plan import Plan
 from autockpt.workload import Step, ddp_of, move
 
 _SPELLINGS = ("activation_checkpointing", "gradient_checkpointing")
-# options that only make sense where somebody wants the Trainer's own; the others go with defaults of some trainers
-_TELLING = ("every_n_layers", "offload", "selective")
 
 
 class AutockptCallback(PlanCallback, TrainerCallback):
@@ -250,30 +248,15 @@ def take_over(args: Any, model: Any, *, aloud: bool) -> None:
 def _refuse_own_checkpointing(args: Any) -> None:
     """Raise ConflictError where training arguments ask for activation checkpointing or offloading on top of the plan's.
 
-    Both spellings count (``activation_checkpointing``, ``gradient_checkpointing``), FSDP's option, TRL's offloading,
-    and options of the Trainer's own even where that is off, as the user expects an effect of them.
+    The Trainer mirrors one spelling in the other, so which of them was written is not known.
     """
-    asked: list[str] = []
-    for name in _SPELLINGS:
-        on, options = getattr(args, name, False), getattr(args, f"{name}_kwargs", None)
-        options = {k: v for k, v in options.items() if k in _TELLING and v} if isinstance(options, Mapping) else {}
-        asked = [f"{name}=True"] * bool(on) + [f"{name}_kwargs={options}"] * bool(options)
-        if asked:  # the Trainer mirrors one spelling in the other, so which of them was written is not known
-            if name == _SPELLINGS[0] and hasattr(args, _SPELLINGS[1]):
-                asked[-1] += f" (by this name or by its older one, {_SPELLINGS[1]})"
-            break
-    if getattr(args, "activation_offloading", False):
-        asked.append("activation_offloading=True")
-    fsdp = getattr(args, "fsdp_config", None)
-    wanted = [fsdp.get(prefix + _SPELLINGS[0]) for prefix in ("", "fsdp_")] if isinstance(fsdp, Mapping) else []
-    if any(str(value).lower() in ("true", "1", "yes") for value in wanted):
-        asked.append(f"fsdp_config={{'{_SPELLINGS[0]}': True}}")
+    asked = [name for name in _SPELLINGS if getattr(args, name, False)]
+    asked = asked or ["activation_offloading"] * bool(getattr(args, "activation_offloading", False))
     if not asked:
         return
     raise ConflictError(
-        f"{type(args).__name__} has {', '.join(asked)}, and AutockptCallback is to apply a plan: a layer can follow "
-        "only one of them",
-        remedy=f"The plan wins where the arguments leave activations alone: remove that from {type(args).__name__}(…), "
-        f"or pass {next(n for n in _SPELLINGS if hasattr(args, n))}=False without options there. To train with the "
-        "Trainer's own instead, leave AutockptCallback out.",
+        f"{type(args).__name__} has {' or '.join(asked)}=True, and AutockptCallback is to apply a plan: a layer can "
+        "follow only one of them",
+        remedy=f"The plan wins where the arguments leave activations alone: pass {asked[0]}=False to "
+        f"{type(args).__name__}(…). To train with the Trainer's own instead, leave AutockptCallback out.",
     )

@@ -205,16 +205,6 @@ def test_the_trainers_own_is_an_error(tmp_path, spelling, when):
     assert caught.value.message.count("=True") == 1  # the mirrored spelling is not named as a second conflict
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_options_of_the_trainers_own_are_an_error_too(tmp_path, spelling):
-    options: dict[str, Any] = {f"{spelling}_kwargs": {"every_n_layers": 2}}
-    with raises(ConflictError, "every_n_layers"):
-        trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan())], **options)
-    options = {f"{spelling}_kwargs": {"use_reentrant": False}}  # some trainers set it by default
-    trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan())], **options)
-
-
 def test_checkpointing_switched_on_at_the_model_is_an_error(tmp_path):
     model = LLAMA.make()
     getattr(model, f"{SPELLINGS[0]}_enable")()
@@ -247,9 +237,8 @@ def test_trl(tmp_path, capfd, adapters):
     late.add_callback(AutockptCallback(plan()))
     late.train()
     assert_equal(weights(late.model), wanted)
-    for more in ({"activation_offloading": True}, {f"{SPELLINGS[0]}_kwargs": {"every_n_layers": 2}}):
-        with raises(ConflictError, next(iter(more))):
-            train(tmp_path / "more", [AutockptCallback(plan())], **more)
+    with raises(ConflictError, "activation_offloading"):
+        train(tmp_path / "more", [AutockptCallback(plan())], activation_offloading=True)
 
 
 def sft(folder: Path, callbacks: list[Any], adapters: bool = False, **more: Any) -> Any:
