@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ TIMED_SLOWER = 2.0  # times as long as others a cycle takes whose ops are timed,
 TIMED_OPS = "timed ops"
 """The runner's beat after each cycle whose ops were timed."""
 VERSION = 4
-"""Changes with what a file holds, and with how ops are timed: 4, collectives are waited for."""
+"""Changes with what a file holds, and with how ops and whole plans are timed."""
 HOST_PRICED = ("selective", "remake")  # kinds of choices that cost the host time besides their ops
 ANCHORS = ("save", "recompute", "offload", *HOST_PRICED)  # kinds whose uniform plans are timed whole
 RERUN_RANGE, QUEUED_RERUN_RANGE = (0.5, 2.0), (0.5, 8.0)
@@ -129,40 +129,29 @@ def _to_its_end(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Time every op of ``payload["cycles"]`` cycles with ``payload["choices"]`` attached. Runs where the model lives.
+    """Time every op of a cycle with ``payload["choices"]`` attached. Runs where the model lives.
 
-    Returns seconds per signature (median), the optimizer phase, the host's share per op, the
-    copy bandwidths, with ``payload["disk"]`` those of the disk tier too, and the bytes that the
-    context and matrix libraries have taken by then. With ``payload["within"]`` no cycle is begun that would not end in
-    so many seconds; nothing is returned where that leaves none.
+    Returns seconds per signature (median: an op runs once in each layer, and again), the optimizer phase, the host's
+    share per op, the copy bandwidths, with ``payload["disk"]`` those of the disk tier too, and the bytes that the
+    context and matrix libraries have taken by then. Returns nothing where that would take longer than
+    ``payload["within"]`` seconds.
     """
     began, within = time.monotonic(), payload.get("within", math.inf)
     choices = parse_choices(payload["choices"])
     device = runner.device.torch_device
-    seconds: dict[str, list[float]] = defaultdict(list)
-    optimizer: list[float] = []
-    residue: list[float] = []
     with runner.attached(choices):
         runner.run_cycle()
-        each = (1 + TIMED_SLOWER) * (time.monotonic() - began)
-        for number in range(int(payload.get("cycles", 2))):
-            started = time.monotonic()
-            if started + each - began > within:
-                if not number:
-                    return {}
-                break
-            plain = runner.time_cycle()
-            timer = OpTimer(device, runner.barrier)
-            with uncompiled(), timer:
-                runner.run_cycle(mark=timer.mark)
-            timer.finish()
-            runner.beat(TIMED_OPS)
-            optimizer.append(sum(timer.seconds.pop("", ())))
-            kernels = sum(map(sum, timer.seconds.values()))
-            residue.append((plain - kernels - optimizer[-1]) / max(1, sum(map(len, timer.seconds.values()))))
-            for name, values in timer.seconds.items():
-                seconds[name].extend(values)
-            each = time.monotonic() - started
+        if (2 + TIMED_SLOWER) * (time.monotonic() - began) > within:
+            return {}
+        plain = runner.time_cycle()
+        timer = OpTimer(device, runner.barrier)
+        with uncompiled(), timer:
+            runner.run_cycle(mark=timer.mark)
+        timer.finish()
+        runner.beat(TIMED_OPS)
+    optimizer, seconds = sum(timer.seconds.pop("", ())), timer.seconds
+    kernels = sum(map(sum, seconds.values()))
+    residue = (plain - kernels - optimizer) / max(1, sum(map(len, seconds.values())))
     size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
     out, back = by_transport(device, size, COPY_PROBES, runner.device.synchronize)
     disk = 0.0, 0.0
@@ -170,8 +159,8 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         disk = by_transport(device, DISK_PROBE_BYTES, 1, runner.device.synchronize, "disk")
     return {
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
-        "optimizer_seconds": statistics.median(optimizer),
-        "host_seconds": max(0.0, statistics.median(residue)),
+        "optimizer_seconds": optimizer,
+        "host_seconds": max(0.0, residue),
         "copy_out_bandwidth": out,
         "copy_in_bandwidth": back,
         "disk_out_bandwidth": disk[0],
@@ -266,20 +255,19 @@ def _path(environment: Environment, workload: str) -> Path:
 # well: hooks, dispatch modes, bookkeeping. It is what their uniform plans take beyond the ops of their ghost runs.
 
 
-def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, Sequence[float]]) -> OpTimes:
+def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, float]) -> OpTimes:
     """``times`` with ``rerun_scale`` and ``choice_seconds`` set by whole steps; on devices without copy queues the copy
     bandwidths as well, on others ``host_seconds``.
 
-    ``graphs`` are the ghost runs of the uniform plans by choice kind, ``seconds`` their interleaved cycle times. What
-    lacks times beside those of ``save`` stays as it is.
+    ``graphs`` are the ghost runs of the uniform plans by choice kind, ``seconds`` what their steps take. What lacks
+    times beside those of ``save`` stays as it is.
     """
     if "save" not in seconds:
         return times
     queued = times.environment.device.copy_queues
     if queued:
         kernels = times.model_copy(update={"host_seconds": 0.0})
-        # the median, as steps are measured: a host that swings would hide in the quickest round
-        idle = statistics.median(seconds["save"]) - simulate(graphs["save"], kernels).step_seconds
+        idle = seconds["save"] - simulate(graphs["save"], kernels).step_seconds
         plan = graphs["save"]  # of its ops the host issues all but the optimizer's one by one
         issued = sum(runs for op, runs in zip(plan.ops, plan.runs, strict=True) if op.phase != "optimizer")
         times = kernels.model_copy(update={"host_seconds": max(0.0, idle) / max(1, issued)})
@@ -306,10 +294,9 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
     return times.model_copy(update={"choice_seconds": host})
 
 
-def _target(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, Sequence[float]], kind: str) -> float:
+def _target(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, float], kind: str) -> float:
     """Seconds that the simulation of a uniform plan should give: as many times those of ``save`` as were measured."""
-    ratio = statistics.median(a / b for a, b in zip(seconds[kind], seconds["save"], strict=True))
-    return ratio * simulate(graphs["save"], times).step_seconds
+    return seconds[kind] / seconds["save"] * simulate(graphs["save"], times).step_seconds
 
 
 def _within(value: float, ends: tuple[float, float]) -> float:

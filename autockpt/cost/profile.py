@@ -25,8 +25,8 @@ from autockpt.cost.problem import build_problem, passed_on, point_bytes
 from autockpt.cost.step import simulate
 from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
-from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted
-from autockpt.schema import Graph, Menu, OpTimes, Profile, Unit, dump_choices, format_bytes
+from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted, cycles_to_time
+from autockpt.schema import Graph, Measurement, Menu, OpTimes, Profile, Unit, dump_choices, format_bytes
 from autockpt.schema.choices import (
     GATHERED,
     RECOMPUTE,
@@ -47,8 +47,6 @@ from autockpt.solvers.problem import Problem
 from autockpt.solvers.segments import Member
 
 T = TypeVar("T")
-TIMED_CYCLES = 2
-ANCHOR_SECONDS = 12.0  # for the uniform plans, interleaved: at least one round of them and at most five
 NUMBERS = re.compile(r"\d+")
 SLOWED = 3.0  # times as long as op times say steps may take on a machine in use, before a first one has warmed up
 LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
@@ -190,14 +188,14 @@ def measure_op_times(
     head: Heads | None = None,
     listener: Listener = Silence(),
     left: Callable[[], float] = lambda: math.inf,
-) -> OpTimes | None:
-    """Op times of this workload on the device: from the cache, or measured in real steps.
+) -> tuple[OpTimes | None, dict[str, Measurement]]:
+    """Op times of this workload on the device, from the cache or measured in real steps, and the plans measured for it.
 
-    ``left`` says how many seconds measuring may take yet: with few, whole plans are not timed, and None is returned
-    where they are not enough for single ops.
+    ``left`` says how many seconds measuring may take yet: with few, whole plans are not measured, and there are no op
+    times where they are not enough for single ops.
     Ops are timed with the leanest of the ``uniform`` plans attached, those of other output heads (``head``, as
-    ``head_graphs`` gives them) with these besides; then the uniform plans that fit into ``room`` bytes are timed whole,
-    interleaved, for what single ops do not tell. The disk is timed where the host budget makes it worth having.
+    ``head_graphs`` gives them) with these besides; then uniform plans that fit into ``room`` bytes are measured, for
+    what single ops do not tell. The disk is timed where the host budget makes it worth having.
     ``listener`` sees each cycle that was timed.
     Raises DeviceOutOfMemory where even the leanest does not run.
     """
@@ -208,12 +206,12 @@ def measure_op_times(
     heads = [] if head is None else [{head.unit.name: choice} for choice in head.graphs]
     runnable = [graph, *(head.graphs.values() if head is not None else [])]
     if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
-        return known
+        return known, {}
 
-    def timed(choices: Mapping[str, Choice], cycles: int, disk: bool = False) -> OpTimes | None:
+    def timed(choices: Mapping[str, Choice], disk: bool = False) -> OpTimes | None:
         if (seconds := left()) <= 0:
             return None
-        payload = {"choices": dump_choices(choices), "cycles": cycles, "disk": disk}
+        payload = {"choices": dump_choices(choices), "disk": disk}
         if math.isfinite(seconds):
             payload["within"] = seconds
         with beats_counted(runs, listener, TIMED_OPS):
@@ -222,29 +220,31 @@ def measure_op_times(
 
     # a plain head may be what does not fit
     first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
-    listener.stage("time single ops", TIMED_CYCLES + len(others))
-    if (times := timed({**lean, **first}, TIMED_CYCLES, disk)) is None:
-        return None
+    listener.stage("time single ops", 1 + len(others))
+    if (times := timed({**lean, **first}, disk)) is None:
+        return None, {}
     for choices in others:
         with suppress(DeviceOutOfMemory):
-            if (more := timed({**lean, **choices}, 1)) is None:
-                return times
+            if (more := timed({**lean, **choices})) is None:
+                return times, {}
             times = times.completed(more)
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}
+    measured = dict[str, Measurement]()
     if "save" in anchors and len(anchors) > 1:
         cycle = simulate(graph, times).step_seconds
-        round_seconds = 2 * len(anchors) * cycle
-        if SLOWED * round_seconds > left():
-            return times
-        seconds = min(ANCHOR_SECONDS, left() / SLOWED)
-        rounds = max(1, min(5, round(seconds / round_seconds))) if cycle > 0 else 1
-        listener.stage("time whole plans, interleaved", rounds * len(anchors))
-        with suppress(DeviceOutOfMemory), beats_counted(runs, listener, TIMED_CYCLE):
-            times = calibrated(times, graphs, runs.compare(anchors, rounds=rounds))
+        steps = cycles_to_time(cycle)
+        if SLOWED * cycle * (steps + 1) * len(anchors) > left():
+            return times, {}
+        listener.stage("time whole plans", steps * len(anchors))
+        with beats_counted(runs, listener, TIMED_CYCLE):
+            for kind, choices in anchors.items():
+                with suppress(DeviceOutOfMemory):
+                    measured[kind] = runs.measure(choices, steps=steps)
+        times = calibrated(times, graphs, {kind: plan.step_seconds for kind, plan in measured.items()})
     store(times, workload)
-    return times
+    return times, measured
 
 
 def wants_disk(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> bool:

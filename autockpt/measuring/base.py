@@ -15,6 +15,8 @@ from autockpt.schema.trial import Measurement
 Choices = Mapping[str, Choice]
 TIMED_CYCLE = "timed cycle"
 """The beat after each cycle that was timed."""
+SECONDS_PER_PLAN = 2.0
+"""Of timed cycles, at least three and at most ten of them."""
 
 
 class Measurer:
@@ -59,6 +61,11 @@ class Measurer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def cycles_to_time(seconds: float) -> int:
+    """Cycles to time of a plan whose step takes so many seconds."""
+    return max(3, min(10, round(SECONDS_PER_PLAN / max(seconds, 1e-3))))
 
 
 def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from autockpt.cost import build_profile, measure_op_times, uniform_graphs
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
 from autockpt.errors import ConflictError
-from autockpt.schema import OFFLOAD, Choice, Graph, OpTimes, WorkloadSpec
+from autockpt.schema import OFFLOAD, Choice, Graph, Measurement, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware
 from autockpt.solvers.problem import seconds_of
 from autockpt.tracing import Tracer
@@ -26,6 +26,7 @@ class Machine(MadeUpDevice):
     """Times ops; ``stopped`` while it times whole plans. It may refuse a choice."""
 
     refuses: Choice | None = None
+    measured: Mapping[str, Measurement] = {}
 
     def __init__(self, stopped: bool = False) -> None:
         super().__init__(2)
@@ -41,15 +42,15 @@ class Machine(MadeUpDevice):
         single = {name: seconds for name, seconds in SECONDS.items() if name != "opt"}  # the optimizer is timed whole
         return {"seconds": single, "optimizer_seconds": 3.0, "copy_out_bandwidth": 40.0, "copy_in_bandwidth": 40.0}
 
-    def compare(self, plans: Mapping[str, Any], *, rounds: int) -> dict[str, list[float]]:
+    def measure(self, choices: Mapping[str, Any], *, steps: int) -> Measurement:
         if self.stopped:
             raise KeyboardInterrupt
-        assert rounds == 1, "so that each round is seen to pass"
-        return {name: [50.0 + len(name)] * rounds for name in plans}
+        return Measurement(peak_bytes=1, step_seconds=50.0 + len(choices.values()), steps=steps)
 
     def op_times(self, left: float = math.inf) -> OpTimes | None:
         uniform = self.uniform(("save", "recompute", "offload"))
-        return measure_op_times(self, uniform, "a workload", room=1 << 30, left=lambda: left)
+        times, self.measured = measure_op_times(self, uniform, "a workload", room=1 << 30, left=lambda: left)
+        return times
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,7 @@ def test_ops_that_were_timed_are_not_timed_again() -> None:
     first, second = Machine(), Machine(stopped=True)
     times = first.op_times()
     assert second.op_times() == times and (first.asked, second.asked) == (1, 0)
+    assert [*first.measured] == ["save", "recompute", "offload"] and not second.measured
 
 
 def test_with_no_time_left_nothing_is_timed() -> None:
@@ -72,6 +74,7 @@ def test_with_little_time_whole_plans_wait_for_the_next_search() -> None:
     machine, later = Machine(stopped=True), Machine()
     rough = machine.op_times(left=1e-3)
     assert rough is not None and later.op_times() != rough and (machine.asked, later.asked) == (1, 1)
+    assert later.measured and not machine.measured
 
 
 def test_when_late_only_what_plans_need_is_ghost_run() -> None:

@@ -33,8 +33,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autockpt.cli.app import main as command_line
-from autockpt.cost import profile
-from autockpt.measuring import ranks
+from autockpt.measuring import base, ranks
 from autockpt.tuning.targets import measured
 from tests.evidence.tables import table
 from tests.measuring import sharded_models
@@ -96,7 +95,7 @@ def launch(deaths: list[Death], folder: Path) -> None:
     os.dup2(log, 2)
     torch.set_num_threads(1)
     ranks.FIRST_TIMEOUT, ranks.LEAST_TIMEOUT, ranks.STEPS_OF_TIMEOUT = FIRST_TIMEOUT, TIMEOUT, 0
-    profile.ANCHOR_SECONDS, measured.SECONDS_PER_TRIAL, measured.FINAL_SECONDS = 2.0, 0.5, 2.0
+    base.SECONDS_PER_PLAN, measured.FINAL_SECONDS = 0.5, 2.0
     sharded_models.LAYERS = 2
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "deaths"}
     config = LaunchConfig(1, 1, 2, max_restarts=ATTEMPTS, start_method="fork", **meeting)

@@ -32,7 +32,7 @@ def foresight(context: Context) -> dict[str, Any]:
         blocks = [unit for unit in tracer.units if unit.role == "block"]
         uniform = uniform_graphs(tracer, blocks, searched_kinds())
         device = worker.environment.device
-        times = measure_op_times(worker, uniform, name, room=device.capacity_bytes - device.overhead_bytes)
+        times, _ = measure_op_times(worker, uniform, name, room=device.capacity_bytes - device.overhead_bytes)
         predictor = build_profile(tracer, times, uniform).predictor
         chosen = plans([unit.name for unit in blocks], PLANS)
         hardware = _hardware(times.device)

@@ -365,3 +365,16 @@ def test_a_plan_that_two_processes_ended_in_is_left_out(tmp_path: Path) -> None:
     states = {trial.name: trial.state for trial in found.trials}
     assert found.best is not None and states["offload all"] == "failed"
     assert states["recompute all"] == "out_of_memory" and not run.in_flight()
+
+
+def test_a_plan_that_was_measured_for_the_profile_is_not_measured_again() -> None:
+    device = MadeUpDevice()
+    plan = dict.fromkeys(device.names, RECOMPUTE)
+    known = device.measure(plan)
+    target = Measured(device, Clock(Silence()), request=None)  # type: ignore[arg-type]
+    target.measured_before = {plan_hash(plan): known}
+    device.measured.clear()
+    assert target.score(Candidate(plan), None) == target.score(Candidate(plan), known.peak_bytes)
+    assert target.score(Candidate(plan), None).measured == known and not device.measured
+    target.score(Candidate(plan), known.peak_bytes - 1)  # which only a real limit tells
+    assert device.measured == [plan]

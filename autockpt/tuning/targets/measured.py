@@ -13,9 +13,9 @@ from autockpt.cost.roofline import nominal_op_times
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
-from autockpt.measuring.base import beats_counted
+from autockpt.measuring.base import beats_counted, cycles_to_time
 from autockpt.measuring.turns import turn_to_offload
-from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchSpace, Trial
+from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchSpace, Trial, plan_hash
 from autockpt.schema.known import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
@@ -26,7 +26,6 @@ from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
 
-SECONDS_PER_TRIAL = 2.0  # of timed cycles, at least three and at most ten of them
 FINALISTS, AS_PREDICTED = 3, 2
 SIMPLE, SIMPLE_FINALISTS = 3, 2  # so many of the fastest plans with one choice on the first or last layers as well
 FINAL_SECONDS = 15.0
@@ -57,6 +56,7 @@ class Measured(Target):
     clock: Clock
     request: SearchRequest
     step_seconds: float = field(default=1.0, init=False)  # of the last plan
+    measured_before: dict[str, Measurement] = field(default_factory=dict, init=False)  # for the profile, by plan
 
     def trace(self, stack: ExitStack) -> Prepared:
         """The worker imports and builds while the ghost runs go on here."""
@@ -100,25 +100,30 @@ class Measured(Target):
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
             SolverProposer(request, untimed, Target(), Trials(None), clock).begin()
         try:
-            return measure_op_times(
-                self.measurer,
-                found.uniform,
-                prepared.workload_key,
-                room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
-                host_budget=request.host_budget,
-                head=found.heads,
-                listener=clock.listener,
-                left=partial(clock.seconds_within, TIMING),
-            )
+            with turn_to_offload(device.kind, (choices for choices, _ in found.uniform.values()), clock.listener.note):
+                times, measured = measure_op_times(
+                    self.measurer,
+                    found.uniform,
+                    prepared.workload_key,
+                    room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
+                    host_budget=request.host_budget,
+                    head=found.heads,
+                    listener=clock.listener,
+                    left=partial(clock.seconds_within, TIMING),
+                )
         except DeviceOutOfMemory as error:
             smallest = prepared.needs(leanest(found.uniform)[1])
             raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
+        self.measured_before = {plan_hash(found.uniform[kind][0]): plan for kind, plan in measured.items()}
+        return times
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
         """Real steps; running out of memory is a result."""
+        known = self.measured_before.get(plan_hash(candidate.choices))
+        if known is not None and (budget_bytes is None or known.peak_bytes <= budget_bytes):
+            return Score("measured", known)
         predicted = candidate.predicted.step_seconds if candidate.predicted is not None else None
-        cycles = SECONDS_PER_TRIAL / max(predicted or self.step_seconds, 1e-3)
-        steps = 1 if self.clock.passed(HURRIED) else max(3, min(10, round(cycles)))
+        steps = 1 if self.clock.passed(HURRIED) else cycles_to_time(predicted or self.step_seconds)
         try:
             with self._turn_to_offload(candidate):
                 measured = self.measurer.measure(candidate.choices, steps=steps, budget_bytes=budget_bytes)
