@@ -38,7 +38,8 @@ others' compute."""
 class Candidate:
     """A plan worth a look, what it is called and where it is from.
 
-    ``predicted`` is what its ghost run says; ``score`` judges it by that where no step is worth it.
+    ``predicted`` is what its ghost run says; ``score`` judges it by that where no step is worth it. ``outclassed`` by
+    another one, as predicted, it is measured briefly.
     """
 
     choices: dict[str, Choice]
@@ -47,6 +48,7 @@ class Candidate:
     parameters: Parameters = field(default_factory=dict)
     predicted: Prediction | None = None
     score: Score | None = None
+    outclassed: bool = False
 
 
 _NO_NUMBER = (

@@ -25,6 +25,7 @@ from autockpt.schema import (
     parse_choice,
     plan_hash,
 )
+from autockpt.schema.known import ALL, NONE
 from autockpt.schema.runs import RunDirectory, best
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.measured import Measured
@@ -378,3 +379,14 @@ def test_a_plan_that_was_measured_for_the_profile_is_not_measured_again() -> Non
     assert target.score(Candidate(plan), None).measured == known and not device.measured
     target.score(Candidate(plan), known.peak_bytes - 1)  # which only a real limit tells
     assert device.measured == [plan]
+
+
+def test_well_known_plans_that_are_no_rivals_are_measured_briefly() -> None:
+    device = MadeUpDevice(8)
+    found = search(device, "50%act")
+    rows = {t.name: t for t in found.trials if t.encoding == "baseline" and t.measured and t.predicted}
+    fitting = [t.predicted.step_seconds for t in rows.values() if t.predicted.peak_bytes <= found.budget.bytes]  # type: ignore[union-attr]
+    brief = [t for t in rows.values() if t.measured.steps == 1]  # type: ignore[union-attr]
+    assert brief and not {NONE, ALL} & {t.name for t in brief}
+    for trial in brief:
+        assert not trial.feasible or trial.predicted.step_seconds > 1.05 * min(fitting)  # type: ignore[union-attr]

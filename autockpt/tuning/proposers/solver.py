@@ -45,6 +45,7 @@ REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are ask
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
 SIMPLE_WORTH = 0.1  # of the step: simple plans that should be slower than the best of them by more are not tried
 MOST_SIMPLE = 2
+SURE = 0.05  # of the step: predictions of well-known plans are off by less
 FEW_RUNS = 3
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
 MOST_MISSES = 3  # candidates tried for each that is wanted
@@ -114,9 +115,18 @@ class SolverProposer(Proposer):
         """The well-known plans; the two that say what the budget means even where the limits are used up."""
         for name, choices in self.known.items():
             if name in (NONE, ALL) or not loop.used_up():
-                yield self._candidate(choices, name, "baseline")
+                candidate = self._candidate(choices, name, "baseline")
+                yield replace(candidate, outclassed=self._is_outclassed(candidate))
         if not self.trials.scored and self.cost_model.head is None and self.target.terms.source == "measured":
             raise self.infeasible()
+
+    def _is_outclassed(self, candidate: Candidate) -> bool:
+        """Whether a well-known plan is no rival: it should not fit, or be slower than another one that should."""
+        fitting = [p for p in map(self._predict, self.known.values()) if p.peak_bytes <= self._budget.bytes]
+        least, ours = min((p.step_seconds or 0.0 for p in fitting), default=math.inf), candidate.predicted
+        assert ours is not None
+        over = ours.peak_bytes > (1 + AS_LEAN) * self._budget.bytes
+        return candidate.name not in (NONE, ALL) and (over or (ours.step_seconds or 0.0) > (1 + SURE) * least)
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 

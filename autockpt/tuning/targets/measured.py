@@ -123,7 +123,8 @@ class Measured(Target):
         if known is not None and (budget_bytes is None or known.peak_bytes <= budget_bytes):
             return Score("measured", known)
         predicted = candidate.predicted.step_seconds if candidate.predicted is not None else None
-        steps = 1 if self.clock.passed(HURRIED) else cycles_to_time(predicted or self.step_seconds)
+        brief = candidate.outclassed or self.clock.passed(HURRIED)
+        steps = 1 if brief else cycles_to_time(predicted or self.step_seconds)
         try:
             with self._turn_to_offload(candidate):
                 measured = self.measurer.measure(candidate.choices, steps=steps, budget_bytes=budget_bytes)
