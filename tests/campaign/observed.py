@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-_CODE = torch.utils.hooks.RemovableHandle, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type
-_CODE = *_CODE, types.ModuleType
 _OF_MODULES = frozenset(torch.nn.Module().__dict__) - {"training"} | {"forward"}
 
 
@@ -47,9 +45,7 @@ def run(text: str, attach: Callable[[Any], Any] | None, seen: list[tuple[str, by
     for name, module in model.named_modules():
         fields = {k: v for k, v in vars(module).items() if k not in _OF_MODULES}
         seen += [(f"state {name}.{k}", state(v).encode()) for k, v in fields.items()]
-    own = [(k, v) for k, v in names.items() if k.rpartition("_")[2].isdigit()]
-    seen += [(f"global {k}", state(v).encode()) for k, v in own if not callable(v) or isinstance(v, torch.nn.Module)]
-    drawn = repr(random.getstate()).encode() + state(np.random.get_state()).encode()
+    drawn = repr((random.getstate(), np.random.get_state())).encode()
     seen.append(("random state", data(torch.get_rng_state()) + drawn))
 
 
@@ -71,36 +67,12 @@ def data(tensor: torch.Tensor) -> bytes:
     return f"{tensor.dtype}{tuple(tensor.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes()
 
 
-def state(value: Any, depth: int = 6) -> str:
-    """Any object's content, as far as it can be read without changing it."""
-    if depth == 0:
-        return "…"
+def state(value: Any) -> str:
+    """The content of what is promised of attributes: tensors, numbers, and containers of them; empty for all else."""
     if isinstance(value, torch.Tensor):
         return data(value).hex()
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{value.shape}{value.tobytes().hex()}"
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return state(value.get_state(legacy=False))
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
-    if isinstance(value, torch.Generator):
-        return data(value.get_state()).hex()
-    if isinstance(value, dict | collections.UserDict):
-        names = (k if isinstance(k, str | int | tuple) else type(k).__name__ for k in value)
-        pairs = zip(names, value.values(), strict=True)
-        return "{" + ",".join(f"{name}:{state(v, depth - 1)}" for name, v in pairs) + "}"
-    if isinstance(value, list | tuple | collections.deque | collections.UserList):
-        return "[" + ",".join(state(v, depth - 1) for v in value) + "]"
-    if isinstance(value, torch.nn.Module):
-        tensors = {**dict(value.named_buffers()), **dict(value.named_parameters())}
-        fields = {k: v for k, v in vars(value).items() if k not in _OF_MODULES and "layers" not in value._modules}
-        return state(tensors, depth - 1) + state(fields, depth - 1)
-    if isinstance(value, _CODE):
-        return ""
-    if hasattr(value, "__dict__"):
-        return state(vars(value), depth - 1)
-    if value is None or isinstance(value, int | float | str | bytes | bytearray | set | frozenset):
-        return repr(value)
-    return ""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{state(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple | set | collections.deque):
+        return "[" + ",".join(map(state, value)) + "]"
+    return repr(value) if value is None or isinstance(value, int | float | str | bytes) else ""
