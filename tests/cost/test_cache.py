@@ -17,7 +17,7 @@ from autockpt.schema import OpTimes
 from tests.samples import environment
 
 ENVIRONMENT = environment()
-WRITERS, EACH = 4, 20
+WRITERS, KILLED, EACH = 4, 2, 20
 OPS = {f"op {number}": 1e-3 * number for number in range(200)}
 processes = multiprocessing.get_context("fork")
 
@@ -44,8 +44,8 @@ def store_all(writer: int, start: object, stored: Connection) -> None:
         stored.send(f"workload {writer * EACH + number}")
 
 
-def written_at_once(killed: int = 0) -> set[str]:
-    """The workloads that writers stored; ``killed`` of them are killed while they write."""
+def test_killed_writers_lose_nothing_that_was_stored(folder: Path) -> None:
+    """Two of four, while they write."""
     start = processes.Barrier(WRITERS)
     pipes = [processes.Pipe(duplex=False) for _ in range(WRITERS)]
     writers = [processes.Process(target=store_all, args=(n, start, pipes[n][1])) for n in range(WRITERS)]
@@ -53,7 +53,7 @@ def written_at_once(killed: int = 0) -> set[str]:
         writer.start()
         end.close()
     stored, reading = set[str](), [begin for begin, _ in pipes]
-    victims = {id(begin): writer.pid for begin, writer in zip(reading[:killed], writers, strict=False)}
+    victims = {id(begin): writer.pid for begin, writer in zip(reading[:KILLED], writers, strict=False)}
     while reading:
         for begin in wait(reading):
             assert isinstance(begin, Connection)
@@ -66,13 +66,8 @@ def written_at_once(killed: int = 0) -> set[str]:
                 os.kill(pid, signal.SIGKILL)
     for writer in writers:
         writer.join()
-    assert sum(writer.exitcode == -signal.SIGKILL for writer in writers) == killed
-    return stored
-
-
-def test_killed_writers_lose_nothing_that_was_stored(folder: Path) -> None:
-    stored = written_at_once(killed=2)
-    assert len(stored) >= (WRITERS - 2) * EACH
+    assert sum(writer.exitcode == -signal.SIGKILL for writer in writers) == KILLED
+    assert len(stored) >= (WRITERS - KILLED) * EACH
     assert all(lookup(name) is not None for name in stored)
     assert all(OpTimes.model_validate_json(file.read_bytes()) for file in folder.glob("*.json"))
 

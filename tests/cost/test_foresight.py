@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from autockpt.checkpointing.fingerprint import TABLE_BYTES
-from autockpt.cost import memory_at_hand, predictor, simulated_memory
+from autockpt.cost import memory_at_hand, simulated_memory
 from autockpt.cost.predictor import SAFETY
-from autockpt.schema import OFFLOAD, SAVE, Graph, OpTimes, WorkloadSpec, plan_hash
+from autockpt.schema import OFFLOAD, Graph, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.allocator import SMALL_SIZE, replay, requests
@@ -60,22 +57,3 @@ def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None
     assert needs(graph) == CARD.context_bytes + replay(requests(libraries)).reserved
     cpu = environment("cpu", CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
     assert memory_at_hand(cpu)(graph) == CARD.context_bytes + graph.peak_bytes
-
-
-def test_the_last_ghost_runs_are_not_repeated() -> None:
-    asked: list[str] = []
-
-    class Traces:
-        def trace(self, choices: Any = None) -> Any:
-            asked.append(plan_hash(choices))
-            return SimpleNamespace(ops=range(predictor.REMEMBERED_OPS // 2))
-
-    judge = predictor.Predictor(Traces(), OpTimes(environment=environment(), seconds={}))  # type: ignore[arg-type]
-    first = judge.graph({})
-    assert judge.graph({"a": SAVE}) is first and len(asked) == 1
-    judge.graph({"a": OFFLOAD})
-    assert judge.graph({}) is first and len(asked) == 2, "both are kept"
-    judge.graph({"b": OFFLOAD})  # the third sends off the one that was asked for longest ago
-    assert judge.graph({}) is first and len(asked) == 3
-    judge.graph({"a": OFFLOAD})
-    assert len(asked) == 4

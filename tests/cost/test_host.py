@@ -18,6 +18,7 @@ from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import build
 from tests.samples import environment
+from tests.tracing.reference import uniform
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +47,7 @@ def on_gpu():
 
 @pytest.mark.parametrize("limited", [False, True])
 def test_real_steps_claim_what_was_foretold(on_cpu: Tracer, limited: bool):
-    blocks = [unit.name for unit in on_cpu.units if unit.role == "block"]
-    choices = dict.fromkeys(blocks, OFFLOAD)
+    choices = uniform("offload", on_cpu.units)
     limit = None
     if limited:
         graph = on_cpu.trace(choices)
@@ -64,7 +64,7 @@ def test_real_steps_claim_what_was_foretold(on_cpu: Tracer, limited: bool):
 
 
 def host_needed(tracer: Tracer) -> int:
-    graph = tracer.trace(dict.fromkeys((u.name for u in tracer.units if u.role == "block"), OFFLOAD))
+    graph = tracer.trace(uniform("offload", tracer.units))
     return sum(copy.bytes for copy in graph.copies if copy.direction == "out") // SPEC.accumulate
 
 

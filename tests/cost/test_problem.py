@@ -5,20 +5,22 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autockpt.cost.menus import build_menus, representatives
-from autockpt.cost.problem import build_problem, point_bytes
+from autockpt.cost.problem import NEARLY_FREE, build_problem, hidden_copies, point_bytes
 from autockpt.cost.segments import segments
 from autockpt.cost.step import Simulation
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.solvers import Checked, refine
-from autockpt.solvers.problem import Problem, peak_of, seconds_of
+from autockpt.solvers.problem import Option, Problem, UnitOptions, peak_of, seconds_of
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from tests.cost.made_up import simulated
-from tests.cost.steps import HIDDEN, INSIDE, SECONDS, step
+from tests.cost.steps import SECONDS, step
 
 Variants = dict[tuple[int, Choice], Graph]
 NAMES = [f"layers.{i}" for i in range(5)]
@@ -44,25 +46,6 @@ def test_segments_cover_every_op_once_and_in_order():
     assert len({s.key for s in parts}) == len(parts)
     second = [s for s in parts if s.micro_batch == 1 and s.place in ("forward", "backward")]
     assert [s.unit for s in second] == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
-
-
-def test_a_menu_is_read_off_the_ghost_runs():
-    base = step(NAMES)
-    variants: Variants = {(0, c): step(NAMES, {"layers.2": c}) for c in CHOICES[1:]}
-    (menu,) = build_menus(base, variants, simulation)
-    assert menu.representative == "layers.2"
-    save, recompute, offload = menu.items
-    assert save.kept_bytes == INSIDE + HIDDEN
-    assert recompute.kept_bytes == offload.kept_bytes == HIDDEN
-    assert (save.forward_seconds, save.backward_seconds, save.recompute_seconds, save.copy_seconds) == (
-        3.0,
-        4.0,
-        0.0,
-        0.0,
-    )
-    assert (recompute.forward_seconds, recompute.recompute_seconds) == (3.0, 2.0)
-    assert offload.copy_seconds == pytest.approx(INSIDE / 10 + INSIDE / 20)
-    assert save.forward_peak_bytes == offload.forward_peak_bytes
 
 
 @pytest.mark.parametrize("how", [{}, {"micro_batches": 3}, {"lag": True}], ids=["plain", "accumulate", "lag"])
@@ -126,3 +109,46 @@ def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, acc
         refined = refine(tight, lambda choices: Checked(tracer.trace(choices).peak_bytes))
         assert refined.feasible and refined.settled
         assert tracer.trace(refined.choices).peak_bytes <= tight.budget_bytes
+
+
+HOST = 100  # bytes of each unit
+
+
+def with_copies(n: int, host_budget: int | None = None) -> Problem:
+    options = (
+        Option(choice=SAVE, seconds=0.0, kept=HOST, forward=0, backward=0),
+        Option(choice=RECOMPUTE, seconds=1.0, kept=0, forward=0, backward=0),
+        Option(choice=OFFLOAD, seconds=5.0, kept=0, forward=0, backward=0, host=HOST),
+    )
+    units = tuple(UnitOptions(name=f"u{i}", options=options) for i in range(n))
+    return Problem(units=units, points=(), budget_bytes=0, host_budget=host_budget)
+
+
+def windows(found: Problem) -> dict[int, int]:
+    """The window of every unit whose copies are hidden."""
+    return {
+        i: option.choice.window
+        for i, unit in enumerate(found.units)
+        for option in unit.options
+        if isinstance(option.choice, Offload) and option.seconds < 5.0
+    }
+
+
+def test_layers_that_take_half_as_long_as_their_copies() -> None:
+    found = hidden_copies(with_copies(8), [1.0] * 8, HOST / 2)
+    # copies of 0 take seconds 0 to 2, of 1 seconds 2 to 4, of 3 seconds 4 to 6, and of 5 those to 8
+    assert windows(found) == {0: 1, 1: 2, 3: 2, 5: 2}
+    assert [option.choice for option in found.units[1].options] == [SAVE, RECOMPUTE, Offload(window=2)]
+    assert found.units[1].options[2].seconds == NEARLY_FREE * 5.0
+    assert found.units[2] == with_copies(8).units[2]
+
+
+@given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=12), st.floats(0.1, 3.0), st.integers(0, 12))
+def test_every_copy_is_over_when_its_window_ends(forwards: list[float], seconds: float, most: int) -> None:
+    found = windows(hidden_copies(with_copies(len(forwards), most * HOST), forwards, HOST / seconds))
+    ends = list(itertools.accumulate(forwards))
+    free = 0.0
+    for place, window in sorted(found.items()):
+        free = max(free, ends[place] - forwards[place]) + seconds
+        assert window >= 1 and ends[place + window] >= free - 1e-6
+    assert len(found) <= most

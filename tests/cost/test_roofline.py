@@ -19,12 +19,14 @@ from autockpt.cost.roofline import (
 )
 from autockpt.cost.step import simulate
 from autockpt.cost.work import Work
-from autockpt.schema import Graph, Op, WorkloadSpec, parse_choice
+from autockpt.schema import Graph, Op, WorkloadSpec
 from autockpt.schema.graph import TensorMeta
 from autockpt.schema.hardware import Hardware
 from autockpt.shipped import load_hardware
-from autockpt.tracing import Tracer
 from tests.samples import environment
+from tests.tracing.reference import ghosts
+
+LLAMA = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
 
 
 def card(**changes: Any) -> Hardware:
@@ -104,15 +106,12 @@ def test_two_clocks_are_what_a_queue_does(ops: list[tuple[float, float]]) -> Non
 
 
 def test_recomputing_costs_its_ops_and_its_regions() -> None:
-    with Tracer.from_spec(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)) as tracer:
-        blocks = [unit.name for unit in tracer.units if unit.role == "block"]
-        plans = {kind: dict.fromkeys(blocks, parse_choice(kind)) for kind in ("save", "recompute")}
-        graphs = {kind: tracer.trace(plan) for kind, plan in plans.items()}
+    save, recompute = ghosts(LLAMA, "save", "recompute")
     cpu = load_hardware("cpu")
-    times = roofline_times(cpu, graphs.values())
-    again = simulate(graphs["recompute"], times).seconds_by_phase["recompute"]
-    plain = simulate(graphs["recompute"], times.model_copy(update={"rerun_scale": 1.0}))
-    regions = len(graphs["save"].blocks())
+    times = roofline_times(cpu, (save, recompute))
+    again = simulate(recompute, times).seconds_by_phase["recompute"]
+    plain = simulate(recompute, times.model_copy(update={"rerun_scale": 1.0}))
+    regions = len(save.blocks())
     extra = again - plain.seconds_by_phase["recompute"]
     assert extra == pytest.approx(regions * REGION_OPS * cpu.launch_seconds, rel=0.01)
 
@@ -127,8 +126,7 @@ def test_ranks_talk_by_the_link_that_is_described() -> None:
 
 
 def test_a_step_that_waits_for_its_host_says_what_hosts_make_of_it() -> None:
-    with Tracer.from_spec(WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)) as tracer:
-        graph = tracer.trace()
+    (graph,) = ghosts(LLAMA)
     waiting = waits_for_host(load_hardware("h100"), graph)
     assert len(waiting) == 1 and "8 µs" in waiting[0] and "40" in waiting[0]
     assert waits_for_host(load_hardware("h100").model_copy(update={"launch_seconds": 1e-8}), graph) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from optuna.samplers import RandomSampler
 
-from autockpt.schema import Choice, SearchRequest, SearchSpace, Silence, parse_budget
+from autockpt.schema import Choice, SearchRequest, SearchSpace, Silence, Trial, parse_budget
 from autockpt.schema.choices import dump_choice
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.clock import Clock
@@ -19,6 +19,30 @@ from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from tests.tuning.device import MadeUpDevice
+
+
+class Watcher(Silence):
+    """Keeps what a search says."""
+
+    def __init__(self) -> None:
+        self.trials: list[Trial] = []
+        self.stages: list[str] = []
+        self.notes: list[str] = []
+        self.total: int | None = None
+        self.steps = 0
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self.stages.append(name)
+        self.total, self.steps = total, 0
+
+    def advance(self, steps: int = 1) -> None:
+        self.steps += steps
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        self.trials.append(trial)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def search(

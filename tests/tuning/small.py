@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import transformers
+from torch import nn
 
 from autockpt.schema import WorkloadSpec
 from autockpt.workload import Step, build
@@ -24,3 +27,25 @@ def live(model: str = TWO_LAYERS, batch_size: int = 2, seq_len: int = 16) -> Ste
     """A model and its batch, which nothing describes."""
     made = build(WorkloadSpec(model=model, batch_size=batch_size, seq_len=seq_len))
     return Step(made.model, made.batch, optimizer=made.optimizer)
+
+
+class Blocks(nn.Module):
+    """Three blocks, with a batch norm in each or without."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if normed else nn.ReLU()) for _ in range(3))
+        self.layers = nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def squares(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def of_rows(loss: Callable[[torch.Tensor], torch.Tensor], *, normed: bool = False, **more: torch.Tensor) -> Step:
+    """A live step on four rows; ``more`` is in its batch besides."""
+    batch = {"x": torch.zeros(4, 8)} | more
+    return Step(Blocks(normed), batch, loss=lambda model, batch: loss(model(batch["x"])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,8 @@ from autockpt.tuning.batches import Climb, search_batch_sizes
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.rows import refuse_dependent_rows
 from autockpt.tuning.sizes import job_of, what_if_of
-from autockpt.workload import Step
 from tests.errors import raises
-from tests.tuning.small import TWO_LAYERS
+from tests.tuning.small import TWO_LAYERS, of_rows, squares
 
 DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
 
@@ -93,8 +93,8 @@ def test_a_single_row_that_does_not_fit_is_infeasible() -> None:
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
-    odd = Step(Rows(False), {"x": torch.zeros(4, 8), "y": torch.zeros(3)}, loss=lambda m, b: squares(m(b["x"])))
-    thrice = Step(odd.model, odd.batch, loss=odd.loss, accumulate=3)
+    odd = of_rows(squares, y=torch.zeros(3))
+    thrice = replace(odd, accumulate=3)
     for step, rows, budget in ((odd, 4, "1GB"), (odd, 4, "60%"), (thrice, 16, "1GB")):
         with raises(UsageError):
             answered(search_request(budget=budget, step=step, global_batch=rows, trials=3))
@@ -154,30 +154,12 @@ def test_what_cannot_be_asked_is_refused_before_anything_runs(asked: dict[str, A
         search_batch_sizes(request(rows_per_update=8, **asked), Silence(), search)
 
 
-class Rows(nn.Module):
-    """Three blocks, with a batch norm in each or without."""
-
-    def __init__(self, normed: bool) -> None:
-        super().__init__()
-        blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if normed else nn.ReLU()) for _ in range(3))
-        self.layers = nn.Sequential(*blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-def squares(out: torch.Tensor) -> torch.Tensor:
-    return out.square().mean()
-
-
 def contrasted(out: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(out @ out.T, torch.arange(len(out)))
 
 
 def look_at(loss: Any, normed: bool = False) -> None:
-    model = Rows(normed)
-    step = Step(model, {"x": torch.zeros(4, 8)}, loss=lambda model, batch: loss(model(**batch)))
-    asked = search_request(budget="1GB", step=step)
+    asked = search_request(budget="1GB", step=of_rows(loss, normed=normed))
 
     def job(size: int) -> SearchRequest:
         made = job_of(asked, batch_size=size)

@@ -17,7 +17,6 @@ from autockpt.schema import (
     SearchOutcome,
     SearchRequest,
     SearchSpace,
-    Silence,
     Trial,
     WorkloadSpec,
     parse_budget,
@@ -25,28 +24,21 @@ from autockpt.schema import (
 from autockpt.shipped import load_hardware
 from autockpt.tuning import run_search, search_request
 from tests.tuning import postgresql
+from tests.tuning.made_up import Watcher
 from tests.tuning.small import live, llama_in
 from tests.tuning.walk import files_entered
 
 pytestmark = pytest.mark.slow
 
 
-class Stages(Silence):
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        self.begun.append(name)
-
-
-def ask(out: Path, stages: Stages | None = None, **more: Any) -> tuple[SearchOutcome, list[str]]:
+def ask(out: Path, watcher: Watcher | None = None, **more: Any) -> tuple[SearchOutcome, list[str]]:
     """The outcome, and the stages that it took."""
     space = SearchSpace().restricted(("recompute", "offload"))
     asked = {"budget": parse_budget("60%act"), "workload": WorkloadSpec(model="llama-tiny"), "space": space}
     hardware = load_hardware("rtx4090")
-    stages = stages or Stages()
+    watcher = watcher or Watcher()
     request = SearchRequest.model_validate(asked | {"hardware": hardware, "trials": 2, "out": out} | more)
-    return run_search(request, stages), stages.begun
+    return run_search(request, watcher), watcher.stages
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +103,7 @@ def test_a_local_configuration_is_answered_unless_edited(tmp_path: Path) -> None
     assert "profile" in stages, "another configuration is another question"
 
 
-class AskingElsewhere(Stages):
+class AskingElsewhere(Watcher):
     """Asks the same question in another folder while a trial of the first search runs."""
 
     def __init__(self, elsewhere: Path, storage: str) -> None:
@@ -157,11 +149,11 @@ def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
     step = live()
 
     def asked(**more: Any) -> tuple[Plan, list[str]]:
-        stages = Stages()
+        watcher = Watcher()
         request = search_request(budget="50%act", step=step, choices=("recompute",), trials=1, out=tmp_path, **more)
-        found = run_search(request, stages)
+        found = run_search(request, watcher)
         assert found.plan is not None
-        return found.plan, stages.begun
+        return found.plan, watcher.stages
 
     first, _ = asked()
     second, stages = asked()
@@ -175,9 +167,9 @@ def test_op_times_that_steps_contradict_are_measured_anew(tmp_path: Path, monkey
 
     def asked() -> tuple[bool, bool]:
         """Whether op times were measured, and whether the steps were said to contradict them."""
-        stages = Stages()
-        found = run_search(search_request(budget="50%act", step=live(), choices=("recompute",), trials=1), stages)
-        return "time single ops" in stages.begun, any("measures op times again" in note for note in found.notes)
+        watcher = Watcher()
+        found = run_search(search_request(budget="50%act", step=live(), choices=("recompute",), trials=1), watcher)
+        return "time single ops" in watcher.stages, any("measures op times again" in note for note in found.notes)
 
     assert asked()[0]
     for kept in tmp_path.glob("op_times/*.json"):

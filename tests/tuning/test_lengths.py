@@ -29,6 +29,7 @@ from autockpt.schema.lengths import Lengths
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.lengths import MOST_SETS, WORTH, Expected, search_lengths
 from tests.errors import raises
+from tests.tuning.made_up import Watcher
 
 UNITS = [Unit(name=f"layers.{i}", cls="Layer", kind=0) for i in range(10)]
 TAIL = Lengths(counts={100: 60, 200: 25, 400: 10, 800: 4, 1600: 1}, of="batches")
@@ -140,9 +141,7 @@ def test_sets_cover_all_lengths_fit_and_each_is_worth_it(counts: dict[int, int],
 
 
 def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
-    notes: list[str] = []
-    listener = Silence()
-    listener.note = notes.append  # type: ignore[method-assign]
+    watcher = Watcher()
     asked = request_for(compile="layers", trials=4)
     spaces: list[tuple[str, ...]] = []
 
@@ -151,9 +150,9 @@ def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
         raise InfeasibleError("nothing fits")
 
     with pytest.raises(InfeasibleError):
-        search_lengths(asked, listener, search)
+        search_lengths(asked, watcher, search)
     assert "recompute" in spaces[0] and not {"offload", "recompute_offload"} & set(spaces[0])
-    assert "leave out" in notes[0] and "offload" in notes[0]
+    assert "leave out" in watcher.notes[0] and "offload" in watcher.notes[0]
 
 
 @pytest.mark.parametrize(("budget", "spec"), [("60%", {}), ("24GB", {"packed": True})])

@@ -20,7 +20,6 @@ from autockpt.schema import (
     Choice,
     Measurement,
     Silence,
-    Trial,
     parse_budget,
     parse_choice,
     plan_hash,
@@ -32,31 +31,9 @@ from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.trials import Candidate, Score, Trials
 from tests.errors import raises
 from tests.tuning.device import MadeUpDevice
-from tests.tuning.made_up import search
+from tests.tuning.made_up import Watcher, search
 
 pytestmark = pytest.mark.slow
-
-
-class Watcher(Silence):
-    def __init__(self) -> None:
-        self.trials: list[Trial] = []
-        self.stages: list[str] = []
-        self.notes: list[str] = []
-        self.total: int | None = None
-        self.steps = 0
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        self.stages.append(name)
-        self.total, self.steps = total, 0
-
-    def advance(self, steps: int = 1) -> None:
-        self.steps += steps
-
-    def trial(self, trial: Trial, best: Trial | None) -> None:
-        self.trials.append(trial)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 from autockpt import estimate
 from autockpt.errors import UsageError
 from autockpt.schema import SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
-from autockpt.schema.choices import RECOMPUTE
-from autockpt.tracing import Tracer
 from autockpt.tuning.sizes import largest_that_fits, with_longest
 from autockpt.workload import Step
 from tests.policies.zoo import CASES
+from tests.tracing.reference import ghosts
+from tests.tuning.small import of_rows, squares
 
 LLAMA = CASES["llama"]
 SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
@@ -68,38 +66,18 @@ def test_twice_what_is_found_does_not_fit() -> None:
     found = with_longest(asked, Silence())
     tokens = found.described.seq_len
     assert tokens is not None and tokens > 64 and f"{tokens:,} tokens" in found.notes[0] and not found.longest
-    with Tracer.from_spec(SPEC.model_copy(update={"seq_len": 2 * tokens})) as tracer:
-        units = [unit.name for unit in tracer.units if unit.role == "block"]
-        peak = tracer.trace(dict.fromkeys(units, RECOMPUTE)).peak_bytes
-    assert asked.budget.size is not None and peak > asked.budget.size
-
-
-class Normed(nn.Module):
-    """Rows that depend on each other, by a batch norm in each block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def live_step(kind: str) -> Step:
-    if kind == "normed":
-        batch: Any = {"x": torch.ones(40, 64)}
-        return Step(Normed(), batch, loss=lambda model, batch: model(batch["x"]).square().mean())
-    model = LLAMA.make()
-    return Step(model, LLAMA.batch(), optimizer=torch.optim.AdamW(model.parameters()))
+    (graph,) = ghosts(SPEC.model_copy(update={"seq_len": 2 * tokens}), "recompute")
+    assert asked.budget.size is not None and graph.peak_bytes > asked.budget.size
 
 
 def test_a_live_step_is_estimated_at_other_sizes() -> None:
-    step = live_step("llama")
+    model = LLAMA.make()
+    step = Step(model, LLAMA.batch(), optimizer=torch.optim.AdamW(model.parameters()))
     small, large = estimate(step, batch_sizes=[1, 4], seq_lens=[8])
     assert [(row.batch_size, row.seq_len) for row in (small, large)] == [(1, 8), (4, 8)]
     assert small.fits and large.fits and small.peak_bytes and large.peak_bytes and not small.note + large.note
     assert small.peak_bytes < large.peak_bytes
-    (own,) = estimate(live_step("normed"))
+    (own,) = estimate(of_rows(squares, normed=True))  # whose rows depend on each other
     assert own.fits and own.seq_len is None
     with pytest.raises(UsageError):
         estimate(step, cards="rtx4090")

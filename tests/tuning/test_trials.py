@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,16 +30,17 @@ def named(*plans: Trial, error: float = AS_FAST) -> int:
     return preferred(plans, {plan.number: plan.score_seconds for plan in plans}, BUDGET, error).number
 
 
-def test_the_fastest_is_named_whatever_the_others_need() -> None:
-    assert named(trial(0, 1.0, 99 * MIB, layers("RORO")), trial(1, 1.1, 10 * MIB, layers("RRRR"))) == 0
-
-
-def test_of_equally_fast_plans_the_leanest_is_named() -> None:
-    assert named(trial(0, 1.0, 99 * MIB, layers("RR..")), trial(1, 1.004, 90 * MIB, layers("ROOO"))) == 1
-
-
-def test_of_equally_fast_and_lean_plans_the_simplest_is_named() -> None:
-    assert named(trial(0, 1.0, 90 * MIB, layers("RORO")), trial(1, 1.004, 91 * MIB, layers("RR.."))) == 1
+@pytest.mark.parametrize(
+    ("one", "other", "is_named"),
+    [
+        ((1.0, 99, "RORO"), (1.1, 10, "RRRR"), 0),  # the fastest, whatever the others need
+        ((1.0, 99, "RR.."), (1.004, 90, "ROOO"), 1),  # of equally fast ones the leanest
+        ((1.0, 90, "RORO"), (1.004, 91, "RR.."), 1),  # of equally fast and lean ones the simplest
+    ],
+)
+def test_fast_then_lean_then_simple(one: Any, other: Any, is_named: int) -> None:
+    plans = [trial(n, seconds, peak * MIB, layers(text)) for n, (seconds, peak, text) in enumerate((one, other))]
+    assert named(*plans) == is_named
 
 
 @given(
