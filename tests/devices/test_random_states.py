@@ -29,13 +29,9 @@ def test_every_device_of_a_kind_in_use_is_put_back(accelerator):
     accelerator.opened = True
     with all_random_states_kept():
         seed(torch.device(KIND, 0), 7)
+        first = torch.rand(2)
         assert [int(state[0]) for state in accelerator.states] == [7, 7]
+        seed(torch.device("cpu"), 7)
+        assert torch.equal(torch.rand(2), first)
     assert [int(state[0]) for state in accelerator.states] == [0, 1]
     assert len(TorchStates().tensors) == 3
-
-
-def test_seeding_a_device_seeds_the_cpu_too(accelerator):
-    seed(torch.device(KIND), 3)
-    first = torch.rand(2)
-    seed(torch.device("cpu"), 3)
-    assert torch.equal(torch.rand(2), first)

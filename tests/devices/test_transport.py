@@ -9,7 +9,6 @@ import torch
 
 from autockpt.devices import disk
 from autockpt.devices.disk import CpuTransport
-from autockpt.devices.hostpool import Pool
 from autockpt.devices.transport import said_of_host, transport_for
 from autockpt.errors import MeasurementError
 from autockpt.schema import DeviceInfo, Environment
@@ -83,15 +82,6 @@ def test_host_memory_is_used_again(way):
     assert space_of(way).held_bytes == held
 
 
-def test_pieces_are_of_the_exact_size_and_apart():
-    pool = Pool(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), lambda nbytes, held: 4096)
-    pieces = [pool.take(size) for size in (1, 63, 64, 65, 1000)]
-    for i, piece in enumerate(pieces):
-        piece.memory.fill_(i + 1)
-    assert [p.memory.numel() for p in pieces] == [1, 63, 64, 65, 1000]
-    assert all(bool((piece.memory == i + 1).all()) for i, piece in enumerate(pieces))
-
-
 # --- the mapped file
 
 
@@ -134,13 +124,6 @@ def test_transports_by_device():
 
 
 # --- copy queues
-
-
-def test_a_source_let_go_too_early_would_be_noticed():
-    way = DeferredTransport()
-    handle = way.send(some_bytes(1000))
-    handle._source = None  # what a missing wait would amount to
-    assert bool((handle.get() == 0xEE).all())
 
 
 def test_copies_nobody_waited_for_are_reported_to_the_allocator():

@@ -102,81 +102,60 @@ def test_the_trainer_checkpoints_what_was_exported(choices, layers, exact, tmp_p
     assert (not result.losses) is exact, result.losses
 
 
-@pytest.mark.parametrize(
-    ("choices", "mode", "option", "exact"),
-    [
-        (ALL, "full", None, True),
-        (ODD, "selective", "2", True),
-        (EVEN, "selective", "2", False),
-        (FIRST, "full", None, False),
-        (NONE, "none", None, True),
-    ],
-)
-def test_torchtitan(choices, mode, option, exact):
-    result = export(plan(choices), "torchtitan")
-    table = tomllib.loads(result.settings)["activation_checkpoint"]
-    assert (table["mode"], table.get("selective_ac_option")) == (mode, option)
-    assert (not result.losses) is exact, result.losses
+def settings_of(text: str, target: str) -> dict[str, Any]:
+    if target == "torchtitan":
+        return tomllib.loads(text)["activation_checkpoint"]
+    if target == "megatron":
+        return {flag: value for flag, _, value in (line.partition(" ") for line in flags(text))}
+    return yaml.safe_load(text)
 
 
-@pytest.mark.parametrize(
-    ("asked", "lines", "losses"),
-    [
-        (wanted(all="recompute"), ["full", "uniform", "1"], 0),
-        (wanted(at0="recompute", at1="recompute"), ["full", "block", "2"], 0),
-        (wanted(at6="recompute", at7="recompute"), ["full", "block", "2"], 2),
-        (wanted(at0="offload"), ["--cpu-offloading", "1"], 0),
-        (wanted(all="offload"), ["full", "uniform", "1"], 1),
-        (wanted(), ["#"], 0),
-    ],
-    ids=["all", "first", "last", "offload", "offload all", "none"],
-)
-def test_megatron(asked, lines, losses):
-    settings, lost = nearest(asked, "megatron")
-    assert [line.rpartition(" ")[2] for line in flags(settings)] == [x for x in lines if x != "#"], settings
-    assert len(lost) == losses, lost
+ON, OFF, AWAY = {"gradient_checkpointing": True}, {"gradient_checkpointing": False}, {"activation_offloading": True}
+FULL = {"--recompute-granularity": "full"}
+SECOND = {"mode": "selective", "selective_ac_option": "2"}
+# what a trainer is asked for, its settings, and how many losses are named
+EXPORTED: list[tuple[str, LayerChoices, dict[str, Any], int]] = [
+    ("torchtitan", wanted(all="recompute"), {"mode": "full"}, 0),
+    (
+        "torchtitan",
+        wanted(**{f"at{i}": "recompute" for i in (1, 3, 5, 7)}),
+        SECOND,
+        0,
+    ),
+    ("torchtitan", wanted(**{f"at{i}": "recompute" for i in (0, 2, 4, 6)}), SECOND, 2),
+    ("torchtitan", wanted(**{f"at{i}": "recompute" for i in range(5)}), {"mode": "full"}, 1),
+    ("torchtitan", wanted(), {"mode": "none"}, 0),
+    ("megatron", wanted(all="recompute"), FULL | {"--recompute-method": "uniform", "--recompute-num-layers": "1"}, 0),
+    ("megatron", wanted(at0="recompute", at1="recompute"), FULL | {"--recompute-num-layers": "2"}, 0),
+    ("megatron", wanted(at6="recompute", at7="recompute"), FULL | {"--recompute-num-layers": "2"}, 2),
+    ("megatron", wanted(at0="offload"), {"--cpu-offloading": "", "--cpu-offloading-num-layers": "1"}, 0),
+    ("megatron", wanted(all="offload"), FULL | {"--recompute-method": "uniform", "--recompute-num-layers": "1"}, 1),
+    ("megatron", wanted(), {}, 0),
+    ("axolotl", wanted(), OFF, 0),
+    ("axolotl", wanted(all="recompute"), ON, 0),
+    ("axolotl", wanted(at0="recompute"), ON, 1),
+    ("axolotl", wanted(all="offload"), ON | AWAY, 0),
+    ("axolotl", wanted(at3="offload"), ON | AWAY, 1),
+    ("axolotl", wanted(all="recompute_offload"), ON | {"activation_offloading": "hidden_states"}, 0),
+    ("axolotl", wanted(all="keep_attention"), ON | {"selective_checkpointing": True}, 0),
+    ("axolotl", wanted(all="recompute", at0="offload"), ON, 1),
+    ("trl", wanted(), OFF, 0),
+    ("trl", wanted(all="recompute"), ON, 0),
+    ("trl", wanted(all="offload"), OFF | AWAY, 0),
+    ("trl", wanted(at3="offload"), OFF | AWAY, 1),
+    ("trl", wanted(all="recompute_offload"), ON | AWAY, 0),
+    ("trl", wanted(all="recompute", at0="offload"), ON | AWAY, 2),
+    ("trl", wanted(all="recompute", at0="save", at1="recompute_offload"), ON | AWAY, 2),
+]
 
 
-@pytest.mark.parametrize(
-    ("asked", "keys", "losses"),
-    [
-        (wanted(), {"gradient_checkpointing": False}, 0),
-        (wanted(all="recompute"), {"gradient_checkpointing": True}, 0),
-        (wanted(at0="recompute"), {"gradient_checkpointing": True}, 1),
-        (wanted(all="offload"), {"gradient_checkpointing": True, "activation_offloading": True}, 0),
-        (wanted(at3="offload"), {"gradient_checkpointing": True, "activation_offloading": True}, 1),
-        (
-            wanted(all="recompute_offload"),
-            {"gradient_checkpointing": True, "activation_offloading": "hidden_states"},
-            0,
-        ),
-        (wanted(all="keep_attention"), {"gradient_checkpointing": True, "selective_checkpointing": True}, 0),
-        (wanted(all="recompute", at0="offload"), {"gradient_checkpointing": True}, 1),
-    ],
-)
-def test_axolotl(asked, keys, losses):
-    settings, lost = nearest(asked, "axolotl")
-    assert yaml.safe_load(settings) == keys
-    assert len(lost) == losses, lost
-
-
-@pytest.mark.parametrize(
-    ("asked", "on", "offloading", "losses"),
-    [
-        (wanted(), False, None, 0),
-        (wanted(all="recompute"), True, None, 0),
-        (wanted(all="offload"), False, True, 0),
-        (wanted(at3="offload"), False, True, 1),
-        (wanted(all="recompute_offload"), True, True, 0),
-        (wanted(all="recompute", at0="offload"), True, True, 2),
-        (wanted(all="recompute", at0="save", at1="recompute_offload"), True, True, 2),
-    ],
-)
-def test_trl(asked, on, offloading, losses):
-    text, lost = nearest(asked, "trl")
-    settings = yaml.safe_load(text)
-    assert settings["gradient_checkpointing"] is on and settings.get("activation_offloading") is offloading
-    assert len(lost) == losses, lost
+@pytest.mark.parametrize(("target", "asked", "settings", "losses"), EXPORTED)
+def test_settings_are_the_nearest_and_losses_are_named(target, asked, settings, losses):
+    text, lost = nearest(asked, target)
+    found = settings_of(text, target)
+    assert found | settings == found and len(lost) == losses, (text, lost)
+    for name in ("activation_offloading", "selective_checkpointing", "--recompute-granularity", "--cpu-offloading"):
+        assert (name in found) == (name in settings)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -30,11 +30,6 @@ def described(**changes: Any) -> Hardware:
     return Hardware.model_validate({"name": "card"} | GOOD | changes)
 
 
-def test_sizes_may_carry_their_unit() -> None:
-    assert described().memory_bytes == 24 * 2**30
-    assert described(memory_bytes=24_000_000_000).memory_bytes == 24_000_000_000
-
-
 @pytest.mark.parametrize(
     ("changes", "figure"),
     [

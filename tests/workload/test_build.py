@@ -81,15 +81,6 @@ def test_contradictions_are_refused(options: dict[str, Any]) -> None:
         make(**options)
 
 
-def test_lora_trains_adapters_only() -> None:
-    w = make(lora=4)
-    before = weights(w)
-    assert 0 < w.settings["trainable_params"] < w.settings["params"] / 10
-    w.cycle()
-    changed = {n for n, p in w.model.named_parameters() if not torch.equal(before[n], p)}
-    assert changed and all("lora_" in n for n in changed)
-
-
 def test_configurations_of_other_models(tmp_path: Path) -> None:
     """A directory (with the class it names), a bare config.json, remote code left alone, and defaults stated."""
     from transformers import BertConfig, BertForSequenceClassification

@@ -38,12 +38,6 @@ def workload(**more: Any) -> Step:
     return Step(model, torch.randn(4, 8), **(defaults | loss | more))
 
 
-def test_phases_are_announced_as_they_begin() -> None:
-    seen: list[str] = []
-    workload(accumulate=2).cycle(seen.append)
-    assert seen == ["forward", "backward", "forward", "backward", "optimizer"]
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_cycle_equals_a_hand_written_loop(autocast: torch.dtype | None, scaled: bool) -> None:
@@ -124,7 +118,6 @@ def average(model: nn.Module, batch: Any) -> Tensor:
         {"model": net().requires_grad_(False)},
         {"optimizer": torch.optim.SGD(net().parameters())},
         {"optimizer": "adamw"},
-        {"accumulate": 0},
         {"max_grad_norm": 0.0},
         {"units": ["0"]},
         {"batch": torch.ones(2, 4, device="meta")},

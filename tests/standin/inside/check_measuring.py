@@ -14,10 +14,9 @@ from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner, environment_of
 from autockpt.runtime import attach
-from autockpt.schema import OFFLOAD, RECOMPUTE, SearchRequest, SearchSpace, WorkloadSpec, parse_budget, parse_choice
+from autockpt.schema import OFFLOAD, RECOMPUTE, WorkloadSpec, parse_choice
 from autockpt.tracing import Tracer
-from autockpt.tuning import sizes
-from autockpt.workload import Step, build, discover_units
+from autockpt.workload import Step, build
 from tests.errors import raises
 from tests.standin.inside import scenarios
 from tests.standin.inside.scenarios import Model
@@ -82,29 +81,6 @@ def test_a_predicted_peak_is_the_allocators(job):
     for plan, graph in zip(plans, graphs, strict=True):
         measured = runner.measure(plan, steps=1).peak_bytes
         assert abs(needs(graph) - measured) <= max(2 << 20, 0.02 * measured), plan  # one segment of the small pool
-
-
-def test_variants_are_judged_by_the_allocator():
-    """Batch sizes, as the alternatives to a job that does not fit, go by the same rules as plans do."""
-    spec = WorkloadSpec(model="llama-tiny", seq_len=128)
-    space = SearchSpace().restricted(("save", "recompute"))
-    budget = parse_budget("1GB")
-    asked = SearchRequest(budget=budget, workload=spec, space=space, device="standin", rows_per_update=16)
-    what_if = sizes.what_if_of(asked, space.choices)
-
-    def sized(size: int) -> WorkloadSpec:
-        return sizes.job_of(asked, batch_size=size).described
-
-    def job(size: int) -> SearchRequest:
-        return asked.model_copy(update={"workload": None, "step": build(sized(size), "standin")})
-
-    workload = build(sized(16), "standin")
-    units = [unit.name for unit in discover_units(workload.model) if unit.role == "block"]
-    runner = StepRunner(workload, get_device("standin"))
-    for kind, choices in (("save", {}), ("recompute", dict.fromkeys(units, RECOMPUTE))):
-        assert sizes.least_bytes(job, what_if, (kind,), 16) == pytest.approx(
-            runner.measure(choices, steps=1).peak_bytes, rel=0.05
-        )
 
 
 @pytest.mark.parametrize("plan", scenarios.PLANS if ALL else ("offload", "mixed"))

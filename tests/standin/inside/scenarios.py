@@ -164,15 +164,6 @@ def _twice(model: nn.Module) -> dict[str, Tensor]:
     return step(model) | {f"again {name}": g for name, g in step(model).items()}
 
 
-def _graph_dropped_at_once(model: nn.Module) -> dict[str, Tensor]:
-    for seed in range(3):
-        loss = model(batch(seed))
-        del loss
-        held = [torch.full((1 << 13,), 7.0, device=DEVICE) for _ in range(12)]
-        del held
-    return step(model)
-
-
 def _partial_backward(model: Model) -> dict[str, Tensor]:
     parameters = list(model.blocks[2].parameters())
     found = torch.autograd.grad(model(batch()), parameters)
@@ -193,17 +184,6 @@ def _stop(*_: Any) -> None:
     raise _Stopped
 
 
-def _exception_in_forward(model: Model) -> dict[str, Tensor]:
-    hook = model.blocks[2].register_forward_hook(_stop)
-    for _ in range(2):
-        try:
-            model(batch(1))
-        except _Stopped:
-            torch.full((1 << 14,), 7.0, device=DEVICE)
-    hook.remove()
-    return step(model)
-
-
 def _in_a_thread(work: Callable[[], None], stream: Any) -> None:
     before = torch.accelerator.current_stream().record_event()
     failed: list[BaseException] = []
@@ -222,20 +202,6 @@ def _in_a_thread(work: Callable[[], None], stream: Any) -> None:
     if failed:
         raise failed[0]
     torch.accelerator.current_stream().wait_event(stream.record_event())
-
-
-def _backward_on_another_stream(model: nn.Module) -> dict[str, Tensor]:
-    loss = model(batch())
-    with on(SIDES[0]):
-        loss.backward()
-    return gradients(model)
-
-
-def _forward_on_another_stream(model: nn.Module) -> dict[str, Tensor]:
-    with on(SIDES[0]):
-        loss = model(batch())
-    loss.backward()
-    return gradients(model)
 
 
 def _units_on_two_streams(model: Model) -> dict[str, Tensor]:
