@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # configs only, random weights: nothing is e
 import torch
 
 from tests.children import each_forked
-from tests.evidence.sweep.catalogue import architectures
+from tests.evidence.sweep.configs import architectures
 from tests.evidence.sweep.trial import Result, in_a_fork, warm_up
 
 SECONDS = 90.0

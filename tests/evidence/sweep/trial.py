@@ -26,8 +26,7 @@ from autockpt.workload.failures import summary
 from autockpt.workload.losses import takes_use_cache
 from autockpt.workload.units import discover_units
 from tests.evidence.sweep.batches import attempts, loss_of
-from tests.evidence.sweep.catalogue import Architecture
-from tests.evidence.sweep.configs import small_config
+from tests.evidence.sweep.configs import Architecture, small_config
 from tests.evidence.sweep.plans import random_plan
 from tests.evidence.sweep.training import Record, differences, health, seed_all, train
 
