@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,32 +138,6 @@ def kept_for_backward(graph: Graph) -> list[Storage]:
     """Activations of forward that are there when backward begins."""
     turn = next(op.index for op in graph.ops if op.phase == "backward")
     return [s for s in graph.storages if 0 <= s.birth < turn and s.kind == "activation" and s.alive_at(turn)]
-
-
-class ConvNet(nn.Module):
-    """A small convolutional network with normalisation, pooling and a classifier."""
-
-    def __init__(self, channels: int = 32) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, channels, 3, padding=1)
-        self.blocks = nn.ModuleList(_ConvBlock(channels) for _ in range(3))
-        self.head = nn.Linear(channels, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(torch.nn.functional.max_pool2d(x, 2).mean((2, 3)))
-
-
-class _ConvBlock(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(self.norm(self.conv(x)))
 
 
 def mlp(blocks: int = 4, width: int = 64) -> nn.Sequential:
