@@ -42,10 +42,10 @@ UNITS = tuple(Unit(name=n, cls="LlamaDecoderLayer", kind=0) for n in BLOCKS)
 MATMUL = "aten.mm.default(f32[4,4], f32[4,4])"
 
 
-def console(width: int = 80, encoding: str = "utf-8") -> tuple[Console, io.BytesIO]:
+def console(width: int = 80) -> tuple[Console, io.BytesIO]:
     """A console that is no terminal, and the bytes that it wrote."""
     raw = io.BytesIO()
-    text = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    text = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
     return Console(file=text, width=width, highlight=False, markup=False, emoji=False), raw
 
 
@@ -59,15 +59,13 @@ def choices() -> dict[str, Choice]:
     return {name: SAVE if i < 4 else OFFLOAD if i == 4 else RECOMPUTE for i, name in enumerate(BLOCKS)}
 
 
-def row(
-    name: str, verdict: Verdict, peak: float, seconds: float, measured: tuple[float, float] | None, note: str = ""
-) -> Comparison:
+def row(name: str, verdict: Verdict, peak: float, seconds: float, measured: tuple[float, float] | None) -> Comparison:
     """Peaks in MiB."""
     reading = None
     if measured is not None:
         reading = Measurement(peak_bytes=int(measured[0] * MIB), step_seconds=measured[1], noise=0.008, steps=10)
     predicted = Prediction(peak_bytes=int(peak * MIB), step_seconds=seconds)
-    return Comparison(name=name, verdict=verdict, predicted=predicted, measured=reading, note=note)
+    return Comparison(name=name, verdict=verdict, predicted=predicted, measured=reading)
 
 
 def outcome(*, none_fits: bool = True, simulated: bool = False, **changes: object) -> SearchOutcome:

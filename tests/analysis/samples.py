@@ -23,7 +23,6 @@ from autockpt.schema import (
     StageTime,
     Trial,
     Unit,
-    WorkloadSpec,
     plan_hash,
 )
 from autockpt.schema.profile import MenuItem
@@ -57,19 +56,15 @@ def tried(number: int, name: str, choices: dict[str, Choice], peak: int, seconds
     return Trial.model_validate(data | more)
 
 
+def item(choice: Choice, kept: int, again: float) -> MenuItem:
+    """What a choice keeps, and the seconds that it adds."""
+    seconds = {"forward_seconds": 0.02, "backward_seconds": 0.04, "recompute_seconds": again}
+    peaks = {"forward_peak_bytes": 500, "backward_peak_bytes": 500}
+    return MenuItem.model_validate({"choice": choice, "kept_bytes": kept} | seconds | peaks)
+
+
 def profile() -> Profile:
-    items = tuple(
-        MenuItem(
-            choice=choice,
-            kept_bytes=kept,
-            forward_peak_bytes=500,
-            backward_peak_bytes=500,
-            forward_seconds=0.02,
-            backward_seconds=0.04,
-            recompute_seconds=again,
-        )
-        for choice, kept, again in ((SAVE, 140, 0.0), (RECOMPUTE, 10, 0.02))
-    )
+    items = item(SAVE, 140, 0.0), item(RECOMPUTE, 10, 0.02)
     times = OpTimes(environment=ENVIRONMENT, seconds={MATMUL: 0.01}, optimizer_seconds=0.02)
     return Profile(
         op_times=times,
@@ -80,59 +75,29 @@ def profile() -> Profile:
 
 
 def trials(model: str = "small") -> list[Trial]:
+    def knobs(price: float) -> dict[str, object]:
+        return {"encoding": "knobs", "parameters": {"margin": 0.0, "recompute_price": price}}
+
+    message = "it raised <i>ValueError</i> in /home/somebody/secret/train.py"
+    failed = {"state": "failed", "feasible": False, "measured": None, "message": message}
     return [
         tried(0, "none", plan_of(SAVE, SAVE), 2200, 0.14),
         tried(1, "recompute all", plan_of(RECOMPUTE, RECOMPUTE), 1700, 0.18),
-        tried(
-            2,
-            f"knobs {model}",
-            plan_of(RECOMPUTE, SAVE),
-            1850,
-            0.16,
-            encoding="knobs",
-            parameters={"margin": 0.0, "recompute_price": 1.0},
-        ),
-        tried(
-            3,
-            "knobs #2",
-            plan_of(SAVE, RECOMPUTE),
-            0,
-            0.1,
-            encoding="knobs",
-            state="failed",
-            feasible=False,
-            measured=None,
-            message="it raised <i>ValueError</i> in /home/somebody/secret/train.py",
-            parameters={"margin": 0.0, "recompute_price": 2.0},
-        ),
+        tried(2, f"knobs {model}", plan_of(RECOMPUTE, SAVE), 1850, 0.16, **knobs(1.0)),
+        tried(3, "knobs #2", plan_of(SAVE, RECOMPUTE), 0, 0.1, **knobs(2.0), **failed),
     ]
 
 
-def make_run(
-    root: Path,
-    *,
-    model: str = "small",
-    budget: str = "60%act",
-    answered: bool = True,
-    workload: WorkloadSpec | None = None,
-    options: tuple[str, ...] = (),
-    **settings: int,
-) -> RunDirectory:
-    """A run that has come to its end; with ``answered`` False one that was stopped before.
-
-    ``workload`` is what its question holds of the job (None: a live step), ``options`` are more of its command line,
-    ``settings`` more of its plan's.
-    """
-    question = {"model": model, "budget": budget}
-    question |= {"workload": workload.model_dump(mode="json")} if workload is not None else {}
-    run = RunDirectory.enter(root, question, model="small", device="cpu", budget=budget)
+def make_run(root: Path, *, model: str = "small", budget: str = "60%act", answered: bool = True) -> RunDirectory:
+    """A run that has come to its end; with ``answered`` False one that was stopped before."""
+    run = RunDirectory.enter(root, {"model": model, "budget": budget}, model="small", device="cpu", budget=budget)
     for trial in trials(model):
         run.add_trial(trial)
     run.write_environment(ENVIRONMENT)
     run.write_profile(profile())
     run.write_graph(small_graph())
     model_file = "/home/somebody/secret/config.json"
-    run.add_command(("autockpt", "search", "--model", model_file, "--budget", budget, *options))
+    run.add_command(("autockpt", "search", "--model", model_file, "--budget", budget))
     if not answered:
         return run
     run.write_graph(small_graph(), "recompute")
@@ -153,7 +118,7 @@ def make_run(
         [Unit(name=name, cls="Block", kind=0) for name in ours.choices],
         model=model,
         source="measured",
-        settings={"batch_size": 4, "seq_len": 64} | settings,
+        settings={"batch_size": 4, "seq_len": 64},
         environment=ENVIRONMENT,
         budget=BUDGET,
         predicted=ours.predicted,

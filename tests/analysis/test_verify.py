@@ -46,16 +46,16 @@ def workload(name: str = "llama", **more: Any):
 class Beside:
     """A measurer in this process, whose numbers are made up and whose steps are real."""
 
-    def __init__(self, work, peak: int = 100, seconds: float = 1.0, plain_fits: bool = True) -> None:
+    def __init__(self, work, seconds: float = 1.0, plain_fits: bool = True) -> None:
         self.runner = StepRunner(work, get_device("cpu"))
         self.environment = Environment(device=HERE, versions={})
-        self.peak, self.seconds, self.plain_fits = peak, seconds, plain_fits
+        self.seconds, self.plain_fits = seconds, plain_fits
         self.reference = 1.0
 
     def measure(self, choices, *, steps=5, budget_bytes=None):
         if budget_bytes is not None and budget_bytes < 50:
             raise DeviceOutOfMemory("too much")
-        return Measurement(peak_bytes=self.peak, step_seconds=self.seconds, noise=0.01, steps=steps)
+        return Measurement(peak_bytes=100, step_seconds=self.seconds, noise=0.01, steps=steps)
 
     def compare(self, plans, *, rounds=5, budget_bytes=None):
         if "none" in plans and not self.plain_fits:

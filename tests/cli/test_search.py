@@ -208,10 +208,10 @@ def test_neither_a_bug_nor_its_log_shows_a_password(autockpt, replace, monkeypat
     assert result.code == 4 and "hunter2" not in result.out + result.err + log.read_text()
 
 
-def printed(answer: SearchOutcome, width: int = 80, encoding: str = "utf-8") -> str:
-    screen, raw = console(width, encoding)
+def printed(answer: SearchOutcome, width: int = 80) -> str:
+    screen, raw = console(width)
     print_answer(answer, screen)
-    return raw.getvalue().decode(encoding)
+    return raw.getvalue().decode()
 
 
 def cells(text: str, plan: str) -> str:

@@ -27,8 +27,8 @@ NAMES = [f"layers.{i}" for i in range(5)]
 CHOICES = (SAVE, RECOMPUTE, OFFLOAD)
 
 
-def simulation(graph: Graph, copy_queues: bool = False) -> Simulation:
-    return simulated(graph, SECONDS, bandwidth_out=10.0, bandwidth_in=20.0, copy_queues=copy_queues)
+def simulation(graph: Graph) -> Simulation:
+    return simulated(graph, SECONDS, bandwidth_out=10.0, bandwidth_in=20.0)
 
 
 def problem_of(names: list[str] = NAMES, budget: int = 10**6, *, simulated=simulation, **how) -> tuple[Graph, Problem]:

@@ -19,7 +19,7 @@ def op(index: int, *, target: str = "op", phase: Phase = "forward", out: int | N
     return Op.model_validate(given | more)
 
 
-def graph(phases: str, *, copies=(), storages=(), units=("a", "b"), owners: str = "") -> Graph:
+def graph(phases: str, *, copies=(), owners: str = "") -> Graph:
     """One op per letter (f, r, b, o), each with the signature of its letter; ``owners`` names units by letter."""
     names: dict[str, Phase] = {"f": "forward", "r": "recompute", "b": "backward", "o": "optimizer"}
     owner = [letter.strip() or None for letter in owners.ljust(len(phases))]
@@ -27,9 +27,9 @@ def graph(phases: str, *, copies=(), storages=(), units=("a", "b"), owners: str 
         resident_bytes=100,
         signatures=("f", "r", "b", "o"),
         ops=tuple(op(i, phase=names[p], signature="frbo".index(p), unit=owner[i]) for i, p in enumerate(phases)),
-        storages=tuple(storages),
+        storages=(),
         copies=tuple(copies),
-        units=tuple(Unit(name=u, cls="Block", kind=0) for u in units),
+        units=tuple(Unit(name=u, cls="Block", kind=0) for u in "ab"),
     )
 
 

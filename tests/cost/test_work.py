@@ -9,8 +9,8 @@ from autockpt.schema.graph import Op, TensorMeta
 from autockpt.tracing.kernels.signature import contiguous_stride
 
 
-def tensor(dtype: str, *shape: int, storage: int = 9, stride: tuple[int, ...] | None = None) -> TensorMeta:
-    return TensorMeta(shape=shape, stride=stride or contiguous_stride(shape), dtype=dtype, storage=storage)
+def tensor(dtype: str, *shape: int, storage: int = 9) -> TensorMeta:
+    return TensorMeta(shape=shape, stride=contiguous_stride(shape), dtype=dtype, storage=storage)
 
 
 def work(signature: str, *outputs: TensorMeta, flops: int = 0, inputs: tuple[int, ...] = (1, 2, 3)) -> Work:

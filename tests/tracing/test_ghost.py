@@ -23,8 +23,8 @@ def mode(memory: GhostMemory) -> Iterator[GhostMode]:
         yield made
 
 
-def ghost(mode: GhostMode, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    tensor = torch.empty(size, dtype=dtype, device="meta")
+def ghost(mode: GhostMode, *size: int) -> Tensor:
+    tensor = torch.empty(size, device="meta")
     return mode.over(mode.log.ghost(tensor.untyped_storage().nbytes(), -1)[0], tensor)
 
 

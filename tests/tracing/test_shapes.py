@@ -15,16 +15,16 @@ aten = torch.ops.aten
 SHAPES = Shapes()
 
 
-def strided(kind: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def strided(kind: str, *shape: int) -> Tensor:
     if kind == "transposed":
-        return torch.rand(*shape[:-2], shape[-1], shape[-2]).to(dtype).transpose(-1, -2)
+        return torch.rand(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
     if kind == "channels_last":
-        return torch.rand(*shape).to(dtype).contiguous(memory_format=torch.channels_last)
+        return torch.rand(*shape).contiguous(memory_format=torch.channels_last)
     if kind == "sliced":
-        return torch.rand(*shape[:-1], 2 * shape[-1]).to(dtype)[..., : shape[-1]]
+        return torch.rand(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
     if kind == "expanded":
-        return torch.rand(1, *shape[1:]).to(dtype).expand(*shape)
-    return torch.rand(*shape).to(dtype)
+        return torch.rand(1, *shape[1:]).expand(*shape)
+    return torch.rand(*shape)
 
 
 def seen(value: Any) -> Any:

@@ -44,9 +44,9 @@ def request(out: Path = Path("unused"), **more: Any) -> SearchRequest:
     return SearchRequest.model_validate(given | more)
 
 
-def outcome(seconds: float, noise: float = 0.0) -> SearchOutcome:
+def outcome(seconds: float) -> SearchOutcome:
     """What a search says whose best plan takes this long; a plan is not needed to climb."""
-    row = Comparison(name="ours", verdict="fits", measured=Measurement(peak_bytes=1, step_seconds=seconds, noise=noise))
+    row = Comparison(name="ours", verdict="fits", measured=Measurement(peak_bytes=1, step_seconds=seconds))
     budget = ResolvedBudget(asked="24GB", bytes=24 * 10**9)
     return SearchOutcome(plan=None, budget=budget, device=DEVICE, rows=(row,), settings={"tokens": 4096})
 

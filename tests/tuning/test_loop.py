@@ -36,8 +36,8 @@ from tests.tuning.made_up import Watcher, search
 pytestmark = pytest.mark.slow
 
 
-def run_in(tmp_path: Path, question: str = "q") -> RunDirectory:
-    return RunDirectory.enter(tmp_path, {"question": question}, model="m", device="cpu", budget="60%")
+def run_in(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.enter(tmp_path, {"question": "q"}, model="m", device="cpu", budget="60%")
 
 
 @pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
