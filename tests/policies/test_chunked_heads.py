@@ -11,18 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autockpt.errors import RerunMismatch
 from autockpt.policies.lazy_logits import LazyLogits
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss, ChunkedSoftmax
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import build
+from tests.errors import raises
 from tests.policies.heads import (
     LOSSES,
     SCALED,
     UNKNOWN,
     assert_close,
     assert_same,
+    away,
     batch,
     both,
     gradients,
@@ -174,6 +177,96 @@ def test_a_compiled_head_is_plain_and_says_so(choice):
                 assert torch.equal(compiled(**batch()).loss, wanted)
     said = [str(w.message) for w in heard if choice.kind in str(w.message)]
     assert choice.exact or (said and all("torch.compile" in text for text in said))
+
+
+class Headed(nn.Module):
+    """Keeps what its head is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.lm_head = nn.Linear(8, 16)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.layers[1](self.layers[0](x))
+        return self.lm_head(self.hidden)
+
+
+@pytest.mark.parametrize(("choice", "tensors"), [(ChunkedSoftmax(chunks=2), 1), (ChunkedLoss(tokens=5), 3)])
+def test_sentinels_compare_the_losses_of_each_chunk(choice, tensors):
+    """What was written to unseen; not targets, which plain training's backward reads anew, too."""
+    model = Headed()
+    with attach(model, {"lm_head": choice}, sentinels="all") as session:
+        for written in ("nothing", "targets", "what is kept"):
+            logits, targets = model(torch.randn(12, 8)), torch.arange(12)
+            loss = nn.functional.cross_entropy(logits, targets)
+            if written == "what is kept":
+                (logits if choice.exact else model.hidden).data.mul_(0.5)
+                with raises(RerunMismatch, "lm_head"):
+                    loss.backward()
+                continue
+            targets.data += written == "targets" and choice.exact
+            loss.backward()
+    assert session.proof().tensors == 2 * tensors and not session.proof().unwatched
+
+
+def test_weights_that_changed_are_an_error():
+    model = small_llama()()
+    with attach(model, {"lm_head": ROUNDED}):
+        out = model(**batch())
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        for use in (out.logits.sum, out.loss.backward):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                use()
+
+
+@pytest.mark.parametrize("why", ["dropout", "backward hook", "forward hook"])
+def test_heads_that_need_whole_logits_get_them_with_a_warning(why):
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        model = small_llama()()
+        if why == "dropout":
+            torch.manual_seed(1)
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.5, target_modules=["lm_head"]))
+        return model
+
+    calls: list[str] = []
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        head = model.get_output_embeddings()
+        if why == "backward hook":
+            head.register_full_backward_hook(lambda *_: calls.append("backward"))
+        if why == "forward hook":
+            head.register_forward_hook(lambda _, __, out: out * torch.ones(64))
+        return step(model)
+
+    with pytest.warns(UserWarning, match="chunked_loss computes all logits at once"):
+        got, wanted = both(make, run, ROUNDED)
+    assert_close(got, wanted, 0 if why != "forward hook" else 1e-5)
+    assert calls == (["backward"] * 2 if why == "backward hook" else [])
+
+
+@pytest.mark.parametrize("loss", [LOSSES["shifted"], UNKNOWN["an autograd function"]], ids=["chunks", "whole logits"])
+def test_hooks_on_the_weights_get_their_gradient_once(loss):
+    seen: list[Tensor] = []
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        inputs = batch()
+        labels = inputs.pop("labels")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.lm_head.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient / 2)
+            loss(model(**inputs).logits, labels).backward()
+        return gradients(model)
+
+    assert_close(*both(small_llama(), run, ROUNDED))
+    ours, plain = seen
+    assert away(ours, plain) <= 1e-5
 
 
 @pytest.mark.slow

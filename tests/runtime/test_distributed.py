@@ -10,15 +10,25 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.errors import ConflictError
 from autockpt.policies import POLICIES
+from autockpt.policies.lazy_logits import LazyLogits
 from autockpt.runtime import attach
-from autockpt.schema.choices import Choice, Segment, choice_kinds, parse_choice
+from autockpt.schema.choices import (
+    RECOMPUTE,
+    Choice,
+    ChunkedLoss,
+    ChunkedSoftmax,
+    Segment,
+    choice_kinds,
+    parse_choice,
+)
+from tests.errors import raises
 from tests.policies.zoo import CASES
 from tests.runtime.processes import in_two_processes, needs_gloo, two_steps
 
@@ -55,7 +65,6 @@ def shard(model: Any, way: str) -> Any:
         policy = ModuleWrapPolicy({type(model.model.layers[0])})
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if "16" in way else None)
     mesh = init_device_mesh("cpu", (2,))
@@ -89,18 +98,36 @@ class Run(NamedTuple):
     keys: list[str]
 
 
-def train(rank: int, way: str, choices: Choices = None, order: str = "", own: bool = False) -> Run:
-    """``own``: transformers' own recompute of every layer."""
+def train(
+    rank: int,
+    way: str,
+    choices: Choices = None,
+    order: str = "",
+    own: bool = False,
+    own_loss: bool = False,
+    head_by_itself: bool = False,
+) -> Run:
+    """``own``: transformers' own recompute of every layer; ``own_loss``: one that is computed after the forward."""
     model = LLAMA.make()
     if own:
         model._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False))
     if choices and order == "before":
         attach(model, choices)
+    if head_by_itself:
+        fully_shard(model.lm_head)
     wrapped = shard(model, way)
     if choices and order == "after":
         attach(wrapped, choices)
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        out = wrapped(**batch, use_cache=False)
+        assert isinstance(out.logits, LazyLogits) == ("lm_head" in (choices or ()))
+        if not own_loss:
+            return out.loss
+        return nn.functional.cross_entropy(out.logits.float().view(-1, 64), batch["labels"].view(-1))
+
     with Gathers() as gathers:
-        seen = two_steps(rank, wrapped.parameters(), lambda batch: wrapped(**batch, use_cache=False).loss)
+        seen = two_steps(rank, wrapped.parameters(), loss_of)
     assert len(seen) == 2 * len(list(wrapped.parameters())) or way.startswith("fsdp1")
     return Run(seen, (gathers.forward, gathers.backward), list(wrapped.state_dict()))
 
@@ -159,3 +186,46 @@ def all_plans_under_fsdp1(rank: int) -> list[str]:
 @needs_gloo
 def test_fsdp1(tmp_path):
     assert in_two_processes(all_plans_under_fsdp1, tmp_path) == []
+
+
+# --- the output head: with its loss, or softmax alone, in chunks
+
+
+def chunked(rank: int, choice: Choice) -> list[str]:
+    """What goes wrong with a head whose weights are gathered with the whole model, and with one that is by itself.
+
+    Each way has both orders and both losses, and over all ways each order has both losses.
+    """
+    choices: dict[str, Choice] = {NAMES[0]: RECOMPUTE, "lm_head": choice}
+    cases = [(w, own, False, "before" if own == (w == "fsdp2") else "after") for w in WAYS for own in (False, True)]
+    cases += [("fsdp2", False, True, order) for order in ("before", "after")] if choice.exact else []
+    wrong = []
+    for way, own, alone, order in cases:
+        wanted = train(rank, way, own_loss=own, head_by_itself=alone)
+        got = train(rank, way, choices, order, own_loss=own, head_by_itself=alone)
+        pairs = list(zip(got.gradients, wanted.gradients, strict=True))
+        rounding = 0 if choice.exact else 2e-2 if "16" in way else 1e-5
+        if max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs) > rounding:
+            wrong.append(f"{way}, attached {order}, own loss {own}, head by itself {alone}")
+    return wrong
+
+
+def head_that_is_sharded_by_itself(rank: int) -> list[str]:
+    model = LLAMA.make()
+    attach(model, {"lm_head": ChunkedLoss(tokens=50)})
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    with raises(ConflictError, "lm_head, which is sharded by itself"):
+        model(**LLAMA.batch(), use_cache=False)
+    return []
+
+
+@needs_gloo
+@pytest.mark.parametrize("choice", [ChunkedLoss(tokens=50), ChunkedSoftmax(chunks=8)], ids=lambda choice: choice.kind)
+def test_heads_in_chunks(choice, tmp_path):
+    assert in_two_processes(partial(chunked, choice=choice), tmp_path) == []
+
+
+@needs_gloo
+def test_a_head_that_is_sharded_by_itself_has_no_loss_in_chunks(tmp_path):
+    assert in_two_processes(head_that_is_sharded_by_itself, tmp_path) == []
