@@ -23,7 +23,7 @@ from autockpt.errors import AutockptError, RerunMismatch, UsageError
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import Segment
 from tests.errors import raises
-from tests.policies.zoo import assert_as_plain, bytes_alive_after, on
+from tests.policies.zoo import Row, assert_as_plain, bytes_alive_after, on
 
 RERUNNING = (
     "recompute",
@@ -46,19 +46,9 @@ class Unit(nn.Module):
         return self.body(self, x)
 
 
-class Model(nn.Module):
-    def __init__(self, body: Callable[[Any, Tensor], Tensor], between: Callable[[Tensor], None] | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.units = nn.ModuleList(Unit(body) for _ in range(2))
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x)
-            if self.between is not None:
-                self.between(x)
-        return x
+def model_of(body: Callable[[Any, Tensor], Tensor], between: Callable[[Tensor], Any] = id) -> nn.Module:
+    torch.manual_seed(0)
+    return Row(lambda: Unit(body), 2, between)
 
 
 UNITS = ("units.0", "units.1")
@@ -88,7 +78,7 @@ def unrepeatable(unit: Any, x: Tensor) -> Tensor:
 
 @each_rerun
 def test_a_rerun_that_differs_ends_the_backward_by_name(kind: Any) -> None:
-    model = Model(unrepeatable)
+    model = model_of(unrepeatable)
     with attached(model, kind), pytest.raises(RerunMismatch) as caught:
         step(model)
     said = str(caught.value)
@@ -104,7 +94,7 @@ def test_a_rerun_in_another_type_is_a_mismatch(kind: Any) -> None:
     def body(unit: Any, x: Tensor) -> Tensor:
         return mlp(unit, x) * torch.ones(WIDTH, dtype=dtype)  # saved, of which autograd casts the gradient
 
-    model = Model(body).double()
+    model = model_of(body).double()
     with attached(model, kind):
         result = model(BATCH.double()).pow(2).mean()
         dtype = torch.float32
@@ -114,8 +104,8 @@ def test_a_rerun_in_another_type_is_a_mismatch(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake", "offload"], ids=str)
 def test_what_is_right_is_proven_and_stays_as_it_is(kind: Any) -> None:
-    wanted, before = step(Model(mlp)), torch.get_rng_state()
-    model = Model(mlp)
+    wanted, before = step(model_of(mlp)), torch.get_rng_state()
+    model = model_of(mlp)
     with attached(model, kind, sentinels="all") as session:
         torch.set_rng_state(before)
         for _ in range(3):
@@ -141,7 +131,7 @@ def test_writes_after_saving_that_autograd_does_not_see(kind: Any, by: str) -> N
             h.detach().numpy()[:] = 1
         return y
 
-    wanted, model = step(Model(body)), Model(body)
+    wanted, model = step(model_of(body)), model_of(body)
     with attached(model, kind):
         try:
             found = step(model)
@@ -159,7 +149,7 @@ def test_writes_to_an_output_while_it_lives(kind: Any) -> None:
     def clamp(x: Tensor) -> None:
         x.data.clamp_(0.9, 1.1)
 
-    model = Model(body, clamp)
+    model = model_of(body, clamp)
     with attached(model, kind), pytest.raises(RerunMismatch):
         step(model)
 
@@ -171,7 +161,7 @@ def test_what_goes_wrong_late_is_found_within_the_window(monkeypatch: pytest.Mon
     def body(unit: Any, x: Tensor) -> Tensor:
         return unrepeatable(unit, x) if wrong else mlp(unit, x)
 
-    model = Model(body)
+    model = model_of(body)
     with attached(model, "recompute") as session:
         for _ in range(12):
             step(model)
@@ -197,7 +187,7 @@ def write(by: str, unit: Any) -> None:
 @pytest.mark.parametrize("by", [".data", "NumPy", "fused optimizer"])
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake"], ids=str)
 def test_a_loop_that_begins_to_write_to_weights_is_found_at_once(kind: Any, by: str) -> None:
-    def late(model: Model) -> list[Tensor | None]:
+    def late(model: Any) -> list[Tensor | None]:
         for _ in range(6):
             step(model)
         model.zero_grad()
@@ -207,7 +197,7 @@ def test_a_loop_that_begins_to_write_to_weights_is_found_at_once(kind: Any, by: 
         loss.backward()
         return [p.grad for p in model.parameters()]
 
-    model, expected = Model(mlp), late(Model(mlp))
+    model, expected = model_of(mlp), late(model_of(mlp))
     with attached(model, kind) as session:
         if kind == "selective":  # products are kept, so nothing is made again from these weights
             assert all(map(torch.equal, late(model), expected))
@@ -224,13 +214,13 @@ def test_parameters_that_a_recomputation_changes() -> None:
         unit.b.bias.data.add_(1e-3)
         return torch.tanh(unit.a(x))
 
-    model = Model(body)
+    model = model_of(body)
     with attached(model, "recompute"), pytest.raises(AutockptError, match=r"bias|in place"):
         step(model)
 
 
 def test_a_second_backward_and_a_partial_one() -> None:
-    model = Model(mlp)
+    model = model_of(mlp)
     with attached(model, "recompute", sentinels="all") as session:
         loss = model(BATCH).pow(2).mean()
         first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -242,7 +232,7 @@ def test_a_second_backward_and_a_partial_one() -> None:
 
 def test_what_backward_does_not_read_is_no_mismatch() -> None:
     """The units that are wrong take no part in this backward."""
-    model = Model(mlp)
+    model = model_of(mlp)
     model.units[0].body = unrepeatable
     with attached(model, "recompute"):
         (gradient,) = torch.autograd.grad(model(BATCH).sum(), model.units[1].b.bias)  # type: ignore[union-attr]
@@ -256,7 +246,7 @@ def test_kernels_that_do_not_repeat_are_compared_within_rounding(monkeypatch: py
     def body(unit: Any, x: Tensor) -> Tensor:
         return mlp(unit, x * (1 + noise * (recomputing() is not None)))
 
-    model = Model(body)
+    model = model_of(body)
     with attached(model, "recompute", sentinels="all"):
         with pytest.warns(UserWarning, match="do not repeat themselves bit by bit"):
             step(model)
@@ -279,7 +269,7 @@ def test_other_kinds_of_tensors_are_said_to_be_unchecked() -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
             return grad * ctx.saved_tensors[0].to_dense().trace() / 4
 
-    model = Model(lambda unit, x: Sparse.apply(mlp(unit, x)))
+    model = model_of(lambda unit, x: Sparse.apply(mlp(unit, x)))
     with attached(model, "recompute") as session:
         step(model)
     proof = session.proof()
@@ -335,7 +325,7 @@ def test_what_kernels_leave_unwritten_is_no_mismatch(body: Any, kind: Any) -> No
         del junk
         return body(unit, x)
 
-    wanted, model = step(Model(in_other_memory)), Model(in_other_memory)
+    wanted, model = step(model_of(in_other_memory)), model_of(in_other_memory)
     with attached(model, kind, sentinels="all") as session:
         for _ in range(4):
             assert all(map(torch.equal, step(model), wanted))  # type: ignore[arg-type]
@@ -346,7 +336,7 @@ def test_what_kernels_leave_unwritten_is_no_mismatch(body: Any, kind: Any) -> No
 @pytest.mark.parametrize("kind", [*RERUNNING, "remake", "offload"], ids=str)
 def test_running_statistics_written_after_saving_are_no_mismatch(kind: Any) -> None:
     def make() -> nn.Module:
-        model = Model(lambda unit, x: unit.norm(torch.tanh(unit.a(x))))
+        model = model_of(lambda unit, x: unit.norm(torch.tanh(unit.a(x))))
         for unit in model.units:  # a copy of them for each row, which is large enough to leave the device
             unit.norm = nn.InstanceNorm1d(80, affine=True, track_running_stats=True)
         return model
@@ -356,7 +346,7 @@ def test_running_statistics_written_after_saving_are_no_mismatch(kind: Any) -> N
 
 def test_off_watches_nothing_and_copies_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCKPT_SENTINELS", "off")
-    model = Model(unrepeatable)
+    model = model_of(unrepeatable)
     with attached(model, "recompute") as session:
         step(model)
         assert session.proof().mode == "off" and "off" in str(session.proof())
@@ -364,7 +354,7 @@ def test_off_watches_nothing_and_copies_take_their_own(monkeypatch: pytest.Monke
     with raises(UsageError, "AUTOCKPT_SENTINELS", "often"):
         attached(model, "recompute")
     monkeypatch.delenv("AUTOCKPT_SENTINELS")
-    model = Model(unrepeatable)
+    model = model_of(unrepeatable)
     with attached(model, "recompute") as session:
         copied = copy.deepcopy(model)
         with pytest.raises(RerunMismatch):
@@ -380,7 +370,7 @@ def test_off_watches_nothing_and_copies_take_their_own(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["recompute", "offload", "remake"])
 def test_they_hold_no_more_than_a_number_per_tensor(kind: str) -> None:
     def kept(mode: Any) -> int:
-        model = Model(mlp)
+        model = model_of(mlp)
         with attached(model, kind, sentinels=mode):
             step(model)
             return bytes_alive_after(lambda: model(BATCH))
@@ -391,7 +381,7 @@ def test_they_hold_no_more_than_a_number_per_tensor(kind: str) -> None:
 def test_calls_in_a_captured_graph_are_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    model = Model(mlp)
+    model = model_of(mlp)
     with attached(model, "offload") as session:
         step(model)
         assert "not checked: calls in a CUDA graph" in str(session.proof())

@@ -19,7 +19,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, RecomputeOffload
 from tests.errors import raises
 from tests.policies.deferred import DeferredDisk, DeferredTransport, always
-from tests.policies.zoo import CASES, Tally, assert_equal, bytes_alive_after, on, plain, train, trained
+from tests.policies.zoo import CASES, Row, Tally, assert_equal, bytes_alive_after, on, plain, train, trained
 
 N = SMALL_BYTES // 4  # this many fp32 numbers are just large enough to be moved
 
@@ -34,19 +34,8 @@ class Unit(nn.Module):
         return self.body(self, *args)
 
 
-class Model(nn.Module):
-    """Units in a row; ``glue`` is what happens to the output of each."""
-
-    def __init__(self, body: Callable[..., Tensor], n: int = 3, glue: Callable[[Tensor], Any] | None = None) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(Unit(body) for _ in range(n))
-        self.glue = glue or (lambda x: None)
-
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
-        for unit in self.units:
-            x = unit(x, *more)
-            self.glue(x)
-        return x
+def model_of(body: Callable[..., Tensor], n: int = 3) -> nn.Module:
+    return Row(lambda: Unit(body), n)
 
 
 def numbers() -> Tensor:
@@ -56,7 +45,7 @@ def numbers() -> Tensor:
 def run(
     body: Callable[..., Tensor], plan: dict[str, Any], n: int = 3, steps: int = 2, **more: Any
 ) -> dict[str, Tensor]:
-    return trained(lambda: Model(body, n), plan, numbers, steps, **more)
+    return trained(lambda: model_of(body, n), plan, numbers, steps, **more)
 
 
 def offloaded(n: int = 3) -> dict[str, Choice]:
@@ -107,7 +96,7 @@ def test_all_views_of_a_storage_come_back_from_one_copy():
 
 def sent_by(body: Callable[..., Tensor], *more: Any) -> int:
     """Bytes that one unit sends."""
-    model, transport = Model(body, n=1), DeferredTransport()
+    model, transport = model_of(body, n=1), DeferredTransport()
     with attach(model, offloaded(1), transport=always(transport)):
         model(numbers().requires_grad_(), *more)
     return transport.queues.sent
@@ -139,7 +128,7 @@ def test_autocast_copies_of_weights_stay(frozen):
 
 
 def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
-    model = Model(lambda unit, x: (x * unit.weight).sin(), n=1)
+    model = model_of(lambda unit, x: (x * unit.weight).sin(), n=1)
     with attach(model, offloaded(1), transport=always(DeferredTransport())):
         model(torch.rand(N).requires_grad_())  # as a capture is warmed up
         monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
@@ -148,7 +137,7 @@ def test_while_a_graph_is_captured_it_is_refused(monkeypatch):
 
 
 def test_nothing_leaks_without_backward():
-    model, transport = Model(lambda unit, x: (x * unit.weight).sin().exp()), DeferredTransport()
+    model, transport = model_of(lambda unit, x: (x * unit.weight).sin().exp()), DeferredTransport()
     with attach(model, offloaded(), transport=always(transport)):
         for _ in range(3):
             model(numbers())
@@ -169,7 +158,7 @@ def test_memory_is_given_back_while_the_forward_runs():
         return (x * unit.weight).sin().exp().cos()
 
     def kept(n: int, transport: Any) -> int:
-        model = Model(body, n=n)
+        model = model_of(body, n=n)
         with attach(model, offloaded(n), transport=always(transport)):
             model(numbers())
             return bytes_alive_after(lambda: model(numbers()))
@@ -276,7 +265,7 @@ def test_a_second_backward_over_the_same_graph(make, n):
     def body(unit, x):
         return (x * unit.weight).sin() * x  # two storages in one node, one of them used twice
 
-    model, transport = Model(body, n=n), make()
+    model, transport = model_of(body, n=n), make()
     with attach(model, offloaded(n), transport=always(transport)):
         loss = model(numbers().requires_grad_()).sum()
         for turn in (1, 2):
@@ -321,7 +310,7 @@ def test_a_rerun_happens_once_with_its_input_fetched():
         counted.calls += 1
         return (x * unit.weight).sin() * x
 
-    model = Model(body)
+    model = model_of(body)
     with attach(model, dict.fromkeys(offloaded(), RecomputeOffload()), transport=always(transport)):
         loss = model(torch.rand(N).requires_grad_()).sum()
         assert (counted.calls, transport.queues.sent, transport.queues.fetched) == (3, 3 * 4 * N, 0)
@@ -331,7 +320,7 @@ def test_a_rerun_happens_once_with_its_input_fetched():
 
 def test_the_host_budget_is_a_bound_of_the_step():
     body, needed = lambda unit, x: (x * unit.weight).sin(), 2 * 3 * 4 * N  # two storages of each unit
-    with attach(model := Model(body), offloaded(), host_budget=needed) as session:
+    with attach(model := model_of(body), offloaded(), host_budget=needed) as session:
         model(numbers().requires_grad_()).sum().backward()
         assert session.host_bytes == needed
     wanted = run(body, {})

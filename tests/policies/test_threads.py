@@ -12,26 +12,19 @@ from torch import Tensor, nn
 from autockpt.checkpointing import replay_context
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
-from autockpt.schema.choices import choice_kinds, parse_choice
+from autockpt.schema.choices import choice_kinds
 from tests.errors import raises
-from tests.policies.zoo import assert_equal
+from tests.policies.zoo import Row, assert_equal, on
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layer = lambda: nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.GELU(), nn.Linear(256, 64))  # noqa: E731
-        self.layers = nn.ModuleList(layer() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    layer = lambda: nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.1), nn.GELU(), nn.Linear(256, 64))  # noqa: E731
+    return Row(layer, 4)
 
 
 def gradients(kind: str) -> dict[str, Tensor]:
-    model, seen, together = Layers(), {}, threading.Barrier(2)
+    model, seen, together = layers(), {}, threading.Barrier(2)
     parameters = list(model.parameters())
 
     def backward(loss: Tensor) -> tuple[Tensor, ...]:
@@ -39,7 +32,7 @@ def gradients(kind: str) -> dict[str, Tensor]:
         return torch.autograd.grad(loss, parameters)
 
     with (
-        attach(model, dict.fromkeys([f"layers.{i}" for i in range(4)], parse_choice(kind)), sentinels="all"),
+        attach(model, on([f"units.{i}" for i in range(4)], kind), sentinels="all"),
         ThreadPoolExecutor(2) as threads,
     ):
         for step in range(12):
@@ -57,18 +50,18 @@ def test_two_threads_each_with_a_backward_of_its_own(kind):
 
 def test_whoever_would_wait_for_ever_is_told(monkeypatch):
     monkeypatch.setattr(replay_context, "_PATIENCE", 0.05)
-    model, held, over = Layers(), threading.Event(), threading.Event()
+    model, held, over = layers(), threading.Event(), threading.Event()
 
     def another_unit_runs_again() -> None:
         with replay_context.one_at_a_time("another"):
             held.set()
             over.wait(60)
 
-    with attach(model, {"layers.1": parse_choice("recompute")}), ThreadPoolExecutor(1) as thread:
+    with attach(model, on(["units.1"], "recompute")), ThreadPoolExecutor(1) as thread:
         loss = model(torch.randn(4, 64)).sum()
         thread.submit(another_unit_runs_again)
         held.wait()
-        with raises(ConflictError, "layers.1"):
+        with raises(ConflictError, "units.1"):
             loss.backward(retain_graph=True)
         over.set()
         thread.shutdown()

@@ -49,6 +49,20 @@ class Unit(nn.Module):
         return self.body(self, *args, **kwargs)
 
 
+class Row(nn.Module):
+    """Units in a row; ``between`` is called with the output of each."""
+
+    def __init__(self, make: Callable[[], nn.Module], n: int = 2, between: Callable[[Tensor], Any] = id) -> None:
+        super().__init__()
+        self.units, self.between = nn.ModuleList(make() for _ in range(n)), between
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        for unit in self.units:
+            x = unit(x, *more)
+            self.between(x)
+        return x
+
+
 class Calls(TorchDispatchMode):
     """Counts the calls of one op."""
 

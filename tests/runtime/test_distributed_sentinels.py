@@ -6,6 +6,7 @@ import os
 import random
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
+from tests.policies.zoo import Row
 from tests.runtime.processes import in_processes, needs_gloo
 
 pytestmark = pytest.mark.slow
@@ -32,23 +34,16 @@ class Layer(nn.Module):
         return self.b(torch.tanh(self.a(x * (1 + random.SystemRandom().random() * self.wrong))))
 
 
-class Model(nn.Module):
-    def __init__(self, wrong: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(wrong) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def model_of(*, wrong: bool) -> Any:
+    return Row(lambda: Layer(wrong))
 
 
 def two_steps(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    model = nn.parallel.DistributedDataParallel(Model(wrong=rank == 1))
-    attach(model, {"layers.0": RECOMPUTE, "layers.1": RECOMPUTE})
+    model = nn.parallel.DistributedDataParallel(model_of(wrong=rank == 1))
+    attach(model, {"units.0": RECOMPUTE, "units.1": RECOMPUTE})
     seen = []
     try:
         for _ in range(2):
@@ -65,7 +60,7 @@ def two_steps(rank: int, folder: str) -> None:
 @needs_gloo
 def test_the_other_rank_sees_this_one_gone_instead_of_waiting(tmp_path: Path) -> None:
     in_processes(two_steps, (str(tmp_path),), 2)
-    assert (tmp_path / "1.txt").read_text() == "backward of layers.1 was n"
+    assert (tmp_path / "1.txt").read_text() == "backward of units.1 was no"
     assert (tmp_path / "0.txt").read_text().endswith("the other is gone")
 
 
@@ -76,32 +71,32 @@ def sharded(rank: int, folder: str) -> None:
     mesh, seen = init_device_mesh("cpu", (1,)), []
     for wrong in (False, True):
         for split in (_by_fsdp, _by_dtensor):
-            model = Model(wrong)
+            model = model_of(wrong=wrong)
             split(model, mesh)
-            with attach(model, {"layers.0": RECOMPUTE, "layers.1": RECOMPUTE}) as session:
+            with attach(model, {"units.0": RECOMPUTE, "units.1": RECOMPUTE}) as session:
                 try:
                     model(torch.randn(4, 8)).sum().backward()
                     proof = session.proof()
-                    seen.append(f"{proof.checks} {[*proof.units['layers.0'].unchecked]}")
+                    seen.append(f"{proof.checks} {[*proof.units['units.0'].unchecked]}")
                 except RerunMismatch as error:
                     seen.append(error.message[:26])
     Path(folder, "seen.txt").write_text("\n".join(seen))
     os._exit(0)
 
 
-def _by_fsdp(model: Model, mesh: DeviceMesh) -> None:
-    for part in (*model.layers, model):
+def _by_fsdp(model: Any, mesh: DeviceMesh) -> None:
+    for part in (*model.units, model):
         fully_shard(part, mesh=mesh)
 
 
-def _by_dtensor(model: Model, mesh: DeviceMesh) -> None:
+def _by_dtensor(model: Any, mesh: DeviceMesh) -> None:
     a, b = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
-    for layer in model.layers:
+    for layer in model.units:
         parallelize_module(layer, mesh, {"a": a, "b": b})
 
 
 @needs_gloo
 def test_what_fsdp_and_dtensor_shard_is_checked(tmp_path: Path) -> None:
     in_processes(sharded, (str(tmp_path),), 1)
-    mismatch = "backward of layers.1 was n"
+    mismatch = "backward of units.1 was no"
     assert (tmp_path / "seen.txt").read_text().splitlines() == ["2 []", "2 []", mismatch, mismatch]
