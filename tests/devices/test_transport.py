@@ -173,24 +173,6 @@ def test_host_memory_is_not_overwritten_while_it_is_still_read():
     assert torch.equal(second.get(), some_bytes(1000, 2))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_cuda_moves_bytes_through_pinned_memory():
-    way = transport_for("cuda")
-    assert way.copy_queues
-    for seed in range(3):
-        source = some_bytes(9 << 20, seed).cuda()
-        handle = way.send(source)
-        assert handle._piece.memory.is_pinned()
-        handle.settle()
-        source.zero_()
-        del source
-        handle.fetch()
-        assert torch.equal(handle.get().cpu(), some_bytes(9 << 20, seed))
-        del handle
-    assert way.pool.held_bytes < 2 * (9 << 20)
-
-
 @pytest.mark.parametrize(
     ("kind", "versions", "budget", "says"),
     [

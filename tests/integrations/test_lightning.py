@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from autockpt.checkpointing.replay_context import recomputing
-from autockpt.errors import ConflictError, UsageError
+from autockpt.errors import UsageError
 from autockpt.policies.base import attached_to
 from autockpt.schema import Plan
 from tests.errors import raises
@@ -159,15 +159,6 @@ def test_a_failed_run_leaves_no_plan_and_saved_weights_resume(tmp_path):
     assert untouched(half)
     state = torch.load(tmp_path / "half.ckpt", weights_only=False)["state_dict"]
     assert list(state) == list(whole.state_dict())
-
-
-@needs_lightning
-@pytest.mark.filterwarnings("ignore")
-def test_the_models_own_is_an_error(tmp_path):
-    model = module("forward")
-    model.model.gradient_checkpointing_enable()
-    with raises(ConflictError, "checkpointing=True"):
-        fit(model, tmp_path, [callback()])
 
 
 @pytest.mark.skipif(LIBRARY is not None, reason="Lightning is installed")

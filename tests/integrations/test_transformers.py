@@ -205,14 +205,6 @@ def test_the_trainers_own_is_an_error(tmp_path, spelling, when):
     assert caught.value.message.count("=True") == 1  # the mirrored spelling is not named as a second conflict
 
 
-def test_checkpointing_switched_on_at_the_model_is_an_error(tmp_path):
-    model = LLAMA.make()
-    getattr(model, f"{SPELLINGS[0]}_enable")()
-    with raises(ConflictError, "checkpointing=True"):
-        trainer(tmp_path, model, [AutockptCallback(plan())]).train()
-    assert untouched(model)
-
-
 def test_a_plan_of_another_model_is_found_before_training(tmp_path):
     with raises(PlanError, "h.0"):
         trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan({"h.0": "recompute"}))]).train()

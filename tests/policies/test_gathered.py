@@ -17,9 +17,8 @@ import autockpt
 from autockpt.errors import ConflictError
 from autockpt.measuring import Ranks
 from autockpt.runtime import attach, remove
-from autockpt.schema import SAVE, Plan, Unit, WorkloadSpec
+from autockpt.schema import WorkloadSpec
 from autockpt.schema.choices import GATHERED, RECOMPUTE, Choice, Recompute, Segment, choice_kinds, parse_choice
-from autockpt.schema.words import tally
 from autockpt.tracing import Tracer
 from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, WIDTH, Layer, Model, sharded, step_of
@@ -179,14 +178,3 @@ def test_a_layer_that_is_not_sharded_is_named() -> None:
     with raises(ConflictError, "layers.1"):
         autockpt.apply(model, {"layers.1": {"kind": "recompute", "gathered": True}})
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_a_plan_file_says_what_stays_gathered(tmp_path: Path) -> None:
-    choices = {NAMES[0]: GATHERED, NAMES[1]: AGAIN, NAMES[2]: RECOMPUTE}
-    plan = Plan.create(choices, [Unit(name=name, cls="Layer", kind=0, role="block") for name in choices])
-    plan.save(tmp_path / "plan.yaml")
-    read = Plan.load(tmp_path / "plan.yaml")
-    assert read.expand_planned() == choices and read.hash == plan.hash
-    assert read.hash != Plan.create(choices | {NAMES[0]: SAVE}, []).hash
-    assert "gathered: true" in (tmp_path / "plan.yaml").read_text()
-    assert tally(choices) == "2 recompute, 2 gathered, 1 save"

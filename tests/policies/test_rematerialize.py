@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, parse_choice
 from tests.device import DEVICE
 from tests.errors import raises
-from tests.policies.zoo import CASES, assert_as_plain, assert_equal, on, plain, train
+from tests.policies.zoo import CASES, assert_as_plain, assert_equal, on, plain, train, trained
 
 KEEPS = ((), ("**",), ("fused_attention",), ("mlp.gate_proj", "self_attn.q_proj"))
 LIBRARY = torch.library.Library("autockpt_test", "FRAGMENT")
@@ -205,3 +206,53 @@ def test_custom_autograd_functions_are_refused_by_name() -> None:
     model = model_of(Doubled.apply)
     with attach(model, {"0": remake()}), raises(ConflictError, "Doubled"):
         model(rows())
+
+
+# --- ops that a dispatch mode changes are refused where one would look on, and work everywhere else
+
+WATCHING = [parse_choice(c) for c in ("remake", {"kind": "remake", "keep": ["**"]})]
+OTHERS = [parse_choice(c) for c in ("recompute", "selective", "offload", {"kind": "remake", "within": ["first"]})]
+
+
+def pinv(x: Tensor) -> Tensor:
+    return torch.linalg.pinv(torch.complex(x, x.sin())).real.T
+
+
+def bilinear(x: Tensor) -> Tensor:
+    return nn.functional.bilinear(x.float(), x.float(), torch.ones(64, 64, 64))
+
+
+def sparse(x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(128).to_sparse(), x.float())
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("choice", [*WATCHING, *OTHERS], ids=str)
+@pytest.mark.parametrize(
+    ("then", "around"),
+    [(pinv, nullcontext), (bilinear, autocast), (sparse, autocast), (bilinear, nullcontext), (sparse, nullcontext)],
+)
+def test_refused_where_a_mode_would_look_on_and_exact_elsewhere(then, around, choice):
+    make, plan = lambda: nn.Sequential(Unit(then)), {"0": choice}
+    if choice in WATCHING and (around is autocast or then is pinv):
+        with raises(ConflictError, "aten."):
+            trained(make, plan, rows, around=around)
+    elif (then, around) != (sparse, autocast):  # which plain training cannot, either
+        assert_as_plain(make, plan, rows, 1, around=around)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [*WATCHING, *OTHERS], ids=str)
+@pytest.mark.parametrize("returned", ["tensor", "tuple"])
+def test_torch_cond(returned: str, choice: Choice) -> None:
+    def conditional(x: Tensor) -> Tensor:
+        if returned == "tuple":
+            return torch.cond(x.sum() > 0, lambda t: (t.sin(),), lambda t: (t.cos(),), (x,))[0]
+        return x * torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+
+    refused = choice.kind == "remake" and not choice.within
+    with pytest.raises(ConflictError) if refused else nullcontext():
+        assert_as_plain(lambda: nn.Sequential(Unit(conditional)), {"0": choice}, rows, 1)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing import replay_context
-from autockpt.errors import ConflictError
+from autockpt.errors import AutockptError, ConflictError
 from autockpt.runtime import attach
-from autockpt.schema.choices import choice_kinds
+from autockpt.schema.choices import choice_kinds, parse_choice
 from tests.errors import raises
 from tests.policies.zoo import Row, assert_equal, on
 
@@ -66,3 +69,66 @@ def test_whoever_would_wait_for_ever_is_told(monkeypatch):
         over.set()
         thread.shutdown()
         loss.backward()
+
+
+# --- experts stay those that forward chose: a recomputation whose ``topk`` breaks ties otherwise does not reroute
+
+
+class OtherTies(TorchDispatchMode):
+    """Of equal scores ``topk`` takes the last ones, where it takes the first ones elsewhere."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.topk.default:
+            return func(*args, **(kwargs or {}))
+        values, places = func(args[0].flip(-1), *args[1:], **(kwargs or {}))
+        return values, args[0].shape[-1] - 1 - places
+
+
+class Experts(nn.Module):
+    """A router whose scores are all equal, and experts."""
+
+    def __init__(self, width: int = 32, experts: int = 8) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        nn.init.zeros_(self.router.weight)
+        self.inner = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return x + torch.einsum("bk,bkij,bj->bi", weights, self.inner[chosen], x.tanh())
+
+
+@pytest.mark.parametrize("kind", choice_kinds("block"))
+def test_experts_are_those_that_forward_chose(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Experts() for _ in range(4)))
+    model, x = copy.deepcopy(plain), torch.randn(16, 32, requires_grad=True)
+    with attach(model, {str(number): parse_choice(kind) for number in range(4)}):
+        for _ in range(6):  # checked calls and others
+            for trained in (plain, model):
+                loss = trained(x).square().sum()
+                with OtherTies():
+                    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+
+
+class Shuffles(nn.Linear):
+    """Rows in an order that stands elsewhere."""
+
+    order: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).index_select(0, Shuffles.order)
+
+
+@pytest.mark.parametrize("kind", ["recompute", "segment"])
+def test_indices_that_others_hold_are_not_written_over(kind: str) -> None:
+    model = nn.Sequential(*(Shuffles(64, 64) for _ in range(2)))
+    with attach(model, dict.fromkeys("01", parse_choice(kind))):
+        Shuffles.order = torch.arange(8)
+        loss = model(torch.randn(8, 64)).square().sum()
+        Shuffles.order = torch.arange(8).flip(0)
+        with pytest.raises(AutockptError):
+            loss.backward()
+    assert Shuffles.order.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]

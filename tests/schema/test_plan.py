@@ -25,7 +25,7 @@ from autockpt.schema import (
     plan_hash,
     words,
 )
-from autockpt.schema.choices import CHOICE_TYPES, CHUNKED_LOSS
+from autockpt.schema.choices import CHOICE_TYPES, CHUNKED_LOSS, GATHERED, Recompute
 from autockpt.schema.plan import NEVER_CALLED, When, applied
 from tests.samples import row
 
@@ -91,6 +91,8 @@ def test_the_file_is_for_people(tmp_path: Path) -> None:
 
 
 WITH_OPTIONS = [
+    GATHERED,
+    Recompute(gathered=True),
     parse_choice({"kind": "offload", "window": 2}),
     parse_choice({"kind": "remake", "keep": ["**", "x: y", "a, b]", "#", "'", "mlp.gate_proj" * 20]}),
 ]
@@ -104,6 +106,8 @@ def test_any_assignment_round_trips(tmp_path_factory: pytest.TempPathFactory, va
     full_plan(choices).save(path, existing="replace")
     loaded = Plan.load(path)
     assert loaded.expand(BLOCKS) == choices and loaded.status == "measured"
+    kept = sum(choice.gathered for choice in values)
+    assert (f"{kept} gathered" in words.tally(choices)) == bool(kept)
 
 
 def test_the_smallest_plan_is_written_by_hand(tmp_path: Path) -> None:

@@ -1,19 +1,22 @@
-"""`selective` where the compiler makes one graph of a unit: what is kept, and that layers share their code."""
+"""Where the compiler makes one graph of a unit: what `selective` keeps, and what a forward changes in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from autockpt.runtime import attach
 from autockpt.schema.choices import KeepAttention, parse_choice
+from tests.policies.zoo import Row, assert_as_plain, on, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
@@ -118,3 +121,67 @@ def test_scopes_stay_off_where_a_plan_is_put_back() -> None:
     session.remove()
     assert products == [PRODUCTS + 2]
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+# --- what forward changes in place, where a compiler makes forward and backward of one graph and parts it again
+
+
+class Writing(nn.Module):
+    mean: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm = nn.BatchNorm1d(16) if kind == "batch norm" else nn.Identity()
+        self.register_buffer("mean", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.kind:
+            case "buffer":
+                self.mean.mul_(0.5).add_(x.detach().mean(0))
+            case "view of a buffer":
+                self.mean.view(4, 4)[0].add_(x.detach().mean())
+            case "data of a buffer":
+                self.mean.data = self.mean.data * 0.5 + x.detach().mean(0)
+            case "input":
+                x.mul_(1.5)
+            case "weight":
+                self.down.weight.data.mul_(0.9)
+        return x + self.norm(self.down(torch.tanh(self.up(x * self.mean))))
+
+
+class Scaled(nn.Module):
+    """What is given to the layers is no leaf, so that they may write to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.0
+
+
+KINDS = ["buffer", "view of a buffer", "data of a buffer", "input", "weight", "batch norm"]
+
+
+WRITING = ("1.units.0", "1.units.1")
+
+
+def model(kind: str, backend: str) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(nn.Sequential(Scaled(), Row(lambda: Writing(kind))), fullgraph=True, backend=backend)  # type: ignore[return-value]
+
+
+def rows() -> Tensor:
+    return torch.randn(8, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recompute_reads_what_forward_read(kind: str):
+    assert_as_plain(partial(model, kind, "aot_eager"), on(WRITING, "recompute"), rows, 2)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"data of a buffer"}))  # which that compiler cannot take
+def test_so_does_a_compile_budget_whose_settings_are_for_one_compilation(kind: str):
+    before = config.joint_custom_pass, config.activation_memory_budget
+    make = partial(model, kind, "aot_eager_decomp_partition")
+    got = trained(make, on(WRITING, "compile_budget"), rows, 2)
+    assert (config.joint_custom_pass, config.activation_memory_budget) == before
+    torch.testing.assert_close(got, trained(make, {}, rows, 2))
