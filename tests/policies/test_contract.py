@@ -25,6 +25,8 @@ from tests.policies.deferred import DeferredTransport, always
 from tests.policies.zoo import (
     CASES,
     Case,
+    Row,
+    assert_as_plain,
     assert_equal,
     bytes_alive_after,
     objects_alive_after,
@@ -350,32 +352,28 @@ def test_saves_the_users_own_config(case, kind, tmp_path):
     assert_equal(again.state_dict(), model.state_dict())
 
 
-class Glue(nn.Module):
-    """Two units with an operation on what passes between them."""
+PAIR = ("units.0", "units.1")
 
-    def __init__(self, between: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.units = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(2)).to(DEVICE)
-        self.between = between
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.units[0](x)
-        out = self.units[1](hidden)
-        self.between(hidden, out)
-        return out
+def pair(between: Callable[[Tensor], Any] = id) -> nn.Module:
+    torch.manual_seed(0)
+    return Row(lambda: nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()), 2, between).to(DEVICE)
+
+
+def rows() -> Tensor:
+    return torch.randn(128, 64).to(DEVICE)
 
 
 @each_kind
 def test_nothing_of_a_call_outlives_its_graph(kind):
     """By reference count alone."""
     seen: list[weakref.ref[Any]] = []
-    model = Glue(lambda hidden, out: seen.extend(weakref.ref(t.untyped_storage()) for t in (hidden, out)))
-    with attach(model, on(("units.0", "units.1"), kind), transport=always(DeferredTransport())):
+    model = pair(lambda out: seen.append(weakref.ref(out.untyped_storage())))
+    with attach(model, on(PAIR, kind), transport=always(DeferredTransport())):
         gc.disable()
         try:
             for _ in range(8):
-                x = torch.randn(128, 64).to(DEVICE)
+                x = rows()
                 seen[:] = [weakref.ref(x.untyped_storage())]
                 out = model(x)
                 del x, out
@@ -385,28 +383,27 @@ def test_nothing_of_a_call_outlives_its_graph(kind):
 
 
 @each_kind
-def test_changed_input_is_an_error(kind):
-    model = Glue(lambda hidden, out: hidden.add_(1))
-    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=always(DeferredTransport())):
-        loss = model(torch.randn(128, 64).to(DEVICE)).sum()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-@each_kind
-def test_changed_output_is_an_error_or_right(kind):
-    torch.manual_seed(5)
-    x = torch.randn(128, 64).to(DEVICE)
-    exact = Glue(lambda hidden, out: None)
+def test_changed_outputs_are_an_error_or_right(kind):
+    """The first of the two is also the second's input."""
+    x = rows()
+    exact = pair()
     exact(x).sum().backward()
-    model = Glue(lambda hidden, out: out.add_(1))
-    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(2)}, transport=always(DeferredTransport())):
-        try:
-            model(x).sum().backward()
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
-        else:
-            assert_equal(gradients(model), gradients(exact))
+    for which in PAIR:
+        model = pair()
+        model.get_submodule(which).register_forward_hook(lambda module, args, out: CHANGED.append(out))
+        with attach(model, on(PAIR, kind), transport=always(DeferredTransport())):
+            loss = model(x).sum()
+            CHANGED.pop().add_(1)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+            else:
+                assert which == "units.1"
+                assert_equal(gradients(model), gradients(exact))
+
+
+CHANGED: list[Tensor] = []
 
 
 @in_turn(FEW)
@@ -421,32 +418,20 @@ def test_changed_weight_is_an_error(case, kind):
             loss.backward()
 
 
-class Twice(nn.Module):
+class Twice(Row):
     """One unit called several times, once skipped."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.units = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)).to(
-            DEVICE
-        )
-
     def forward(self, x: Tensor) -> Tensor:
-        for i in (0, 2, 0, 1, 1):
+        for i in (0, 2, 0, 1, 1, 0):
             x = self.units[i](x)
-        return self.units[0](x)
+        return x
 
 
 @each_kind
 def test_shared_and_skipped_units(kind):
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        torch.manual_seed(7)
-        model(torch.randn(128, 64).to(DEVICE)).sum().backward()
-        return gradients(model)
-
-    wanted, model = run(Twice()), Twice()
-    with attach(model, {f"units.{i}": parse_choice(kind) for i in range(3)}, transport=always(DeferredTransport())):
-        assert_equal(run(model), wanted)
+    make = lambda: Twice(lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)), 3)  # noqa: E731
+    units = [f"units.{i}" for i in range(3)]
+    assert_as_plain(make, on(units, kind), rows, transport=always(DeferredTransport()))
 
 
 @in_turn(list(CASES.values()))

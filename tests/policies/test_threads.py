@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +16,7 @@ from autockpt.errors import AutockptError, ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds, parse_choice
 from tests.errors import raises
-from tests.policies.zoo import Row, assert_equal, on
+from tests.policies.zoo import Row, assert_as_plain, assert_equal, on
 
 
 def layers() -> nn.Module:
@@ -100,17 +99,13 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("kind", choice_kinds("block"))
 def test_experts_are_those_that_forward_chose(kind: str) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Experts() for _ in range(4)))
-    model, x = copy.deepcopy(plain), torch.randn(16, 32, requires_grad=True)
-    with attach(model, {str(number): parse_choice(kind) for number in range(4)}):
-        for _ in range(6):  # checked calls and others
-            for trained in (plain, model):
-                loss = trained(x).square().sum()
-                with OtherTies():
-                    loss.backward()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    def backward(loss: Tensor) -> None:
+        with OtherTies():
+            loss.backward()
+
+    make = lambda: nn.Sequential(*(Experts() for _ in range(4)))  # noqa: E731
+    # checked calls and others
+    assert_as_plain(make, on("0123", kind), lambda: torch.randn(16, 32), 6, backward=backward)
 
 
 class Shuffles(nn.Linear):

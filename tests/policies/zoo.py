@@ -272,13 +272,15 @@ def trained(
     before: Callable[[Any, int], Any] = _nothing,
     between: Callable[[Any, int], Any] = _nothing,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
     together: bool = False,
     **session: Any,
 ) -> dict[str, Tensor]:
     """What some steps leave of a model that is made for them, by always the same random numbers.
 
-    ``before`` each forward and ``between`` each forward and its backward something is done to the model; ``around``
-    the forward is a context. ``together``: all forwards come before their backwards. ``session``: options of attach.
+    ``before`` each forward and ``between`` each forward and its backward something is done to the model. ``around`` the
+    forward is a context, ``backward`` is that of the loss. ``together``: all forwards come before their backwards.
+    ``session``: options of attach.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -295,7 +297,7 @@ def trained(
                 continue
             between(model, step)
             for number, (x, loss) in enumerate(waiting, step + 1 - len(waiting)):
-                loss.backward()
+                backward(loss)
                 seen[f"{number} loss"] = loss.detach()
                 seen |= {f"{number} input": x.grad} if x.grad is not None else {}
             seen |= {f"{step} {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
