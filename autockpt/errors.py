@@ -179,21 +179,3 @@ def how_it_ended(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal
         return f"signal {-code}"
-
-
-_PLAINLY = {
-    "Input should be a valid integer": "a whole number is needed",
-    "Input should be a valid number": "a number is needed",
-    "Input should be greater than or equal to": "it has to be at least",
-    "Input should be": "it has to be",
-    "Extra inputs are not permitted": "there is no such setting",
-}
-
-
-def plainly(message: str) -> str:
-    """What a validator says of a value, in words for people."""
-    for theirs, ours in _PLAINLY.items():
-        if message.startswith(theirs):
-            rest = message.removeprefix(theirs)
-            return ours + ("" if rest.startswith(",") else rest)
-    return message.rstrip(".")

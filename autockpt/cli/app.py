@@ -24,7 +24,7 @@ from autockpt.cli.history import history
 from autockpt.cli.options import flag
 from autockpt.cli.search import search
 from autockpt.cli.verify import verify
-from autockpt.errors import plainly, without_passwords
+from autockpt.errors import without_passwords
 from autockpt.interpreter import with_room
 from autockpt.process import launched, own_rank
 
@@ -45,16 +45,11 @@ PANELS = {
 
 
 class PanelCommand(TyperCommand):
-    """A verb whose help groups its options, and which says in plain words what a value has to be."""
+    """A verb whose help groups its options, and whose errors about them show no passwords."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            said = plainly(error.message)
-            if said:  # of what is missing click has the words
-                error.message = f"{said}."
-            raise
         except typer.TyperException as error:
             stray: Any = error  # click's usage errors repeat the words of the command line
             stray.message = without_passwords(getattr(error, "message", ""))

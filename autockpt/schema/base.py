@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
-from autockpt.errors import UsageError, plainly, without_passwords
+from autockpt.errors import UsageError, without_passwords
 
 T = TypeVar("T")
 Facts = dict[str, str | int | float | bool | None]
@@ -49,7 +49,7 @@ def remedy_of(error: ValidationError) -> str:
 def first_violation(error: ValidationError) -> tuple[str, str]:
     """The first field that does not fit, as ``device.capacity_bytes``, and why, in words that follow it."""
     first = error.errors()[0]
-    why = plainly(first["msg"].removeprefix("Value error, "))
+    why = first["msg"].removeprefix("Value error, ")
     return ".".join(map(str, first["loc"])), why[:1].lower() + why[1:]
 
 

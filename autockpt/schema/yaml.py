@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from autockpt.errors import UsageError, plainly
+from autockpt.errors import UsageError
 from autockpt.schema.base import closest, short
 from autockpt.schema.files import reason
 
@@ -82,7 +82,7 @@ class Document:
             return self.complain(loc, f"{'.'.join(map(str, loc))!r} is missing", f"Add a line {loc[-1]}: …")
         if kind == "model_type" and not loc:
             return self.complain(loc, "this file holds no settings", "Write one `name: value` per line.")
-        said = plainly(first["msg"].removeprefix("Value error, "))
+        said = first["msg"].removeprefix("Value error, ")
         remedy = first.get("ctx", {}).get("remedy") or f"It reads {short(first['input'])} now."
         if not loc:  # of the whole document; its message begins with the part that it is about, if there is one
             return self.complain(tuple(said.split()[:1]), said, f"Correct it in {self.name}.")

@@ -145,7 +145,7 @@ def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
         ("autockpt: 1\nchoices:\n  a: {kind: save, speed: 3}\n", 3, "speed"),
         ("autockpt: 1\nchoices:\n  a*: save\n", 3, "a*"),
         ("autockpt: 1\nchoices:\n  a: save\n  a: recompute\n", 4, "line 3"),
-        ("autockpt: 1\nbudget:\n  asked: x\n  bytes: -5\nchoices:\n  a: save\n", 4, "at least 0"),
+        ("autockpt: 1\nbudget:\n  asked: x\n  bytes: -5\nchoices:\n  a: save\n", 4, "equal to 0"),
         ("autockpt: 1\nbudget:\n  asked: x\n  bytes: many\nchoices:\n  a: save\n", 4, "bytes"),
         ("autockpt: 1\nmodel:\n  units:\n    a.*: X\nchoices:\n  a: save\n", 4, "a.*"),
         ("autockpt: 1\nmodel:\n  units:\n    a: X\nchoices:\n  b: save\n", 6, "'b'"),
