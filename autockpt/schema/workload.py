@@ -107,7 +107,6 @@ class WorkloadSpec(Data):
     units: str | None = Field(
         default=None, description="patterns of module names with commas, to choose for; None: repeated blocks, or cuts"
     )
-    weights: bool = Field(default=False, description="load trained weights instead of random ones")
     trust_remote_code: bool = False
     seed: int = Field(default=0, ge=0, lt=SEEDS)
     master_weights: bool = Field(default=False, description="fp32 copies of 16-bit weights for optimizers; simulated")

@@ -215,9 +215,8 @@ class GhostRun(TracedRun):
         if spec.shard is not None:
             pretend_ranks(spec.ranks)
         try:
-            # The weights' values decide nothing: trained ones are not loaded.
             with self._imitating(), self._building():
-                workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
+                workload = build(_traced(spec), "cpu")
         except AutockptError as error:
             if self.mode.refused is None:
                 raise
@@ -338,7 +337,7 @@ def _check_fits(spec: WorkloadSpec) -> None:
     mode.building = True
     try:
         with mode:
-            workload = build(_traced(spec).model_copy(update={"weights": False}), "cpu")
+            workload = build(_traced(spec), "cpu")
             weights = storage_bytes(workload.model.parameters())
             batch = workload.resident_bytes() - weights
     except Exception:  # whatever it is, the real attempt will say it better

@@ -118,11 +118,6 @@ def search_request(
     """
     refuse_both(hardware, device)
     described = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    if described is not None and workload is not None and workload.weights:
-        raise UsageError(
-            "--hardware simulates, and a simulation loads no weights",
-            remedy="Leave `weights` out: bytes and seconds do not depend on their values.",
-        )
     if gpus_per_host != 1 and described is None:
         raise UsageError("--gpus-per-host simulates the other GPUs of a host", remedy="Add --hardware.")
     if global_batch is not None and not global_batch > 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from autockpt.workload.configs import (
     Head,
     find_config,
     head_of,
-    hub_reachable,
     prepare,
     quiet,
     remote_head,
@@ -46,7 +44,7 @@ _ADAFACTORS_RATE = 1e-3
 
 
 def build(spec: WorkloadSpec, device: torch.device | str = "cpu") -> Step:
-    """Build the workload that a spec describes: model with random weights (unless ``weights``), batch, optimizer.
+    """Build the workload that a spec describes: model with random weights, batch, optimizer.
 
     Deterministic: sets PyTorch's global seed from the spec. Creates tensors only by PyTorch's ordinary functions, so
     that it can run while a dispatch mode keeps them from taking memory. ``shard`` takes a process group. Raises
@@ -111,7 +109,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     head = remote_head(source.config, source.where) if spec.trust_remote_code else None
     head = head or head_of(source.config, source.architecture, source.where)
     rows, length, note = _size(spec, source, head)
-    notes = [head.note, note, *prepare(source, head.task, length, spec.weights)]
+    notes = [head.note, note, *prepare(source, head.task, length)]
     dtype = DTYPES[_dtype_name(spec, source)]
     # on the host where it is shared: no GPU has room for the whole
     model = make_model(spec, source, head, dtype, device if spec.shard is None else torch.device("cpu"))
@@ -141,7 +139,6 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
         "architecture": head.cls,
         "batch_size": rows,
         "seq_len": length,
-        "weights": "trained" if spec.weights else "random",
         "lora": rank_of(model),
         "quantization": quantization_facts(model),
         "liger": spec.liger,
@@ -258,28 +255,26 @@ def _eight_bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def make_model(
     spec: WorkloadSpec, source: ConfigSource, head: Head, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """The model on ``device`` in training mode; its weights random, or trained where the spec says so.
+    """The model on ``device`` in training mode, with random weights: bytes and seconds do not depend on their values.
 
-    Raises WorkloadError for an attention implementation that is not there, weights that cannot be had, and whatever
-    else transformers refuses; running out of memory is passed on.
+    Raises WorkloadError for an attention implementation that is not there, and whatever else transformers refuses;
+    running out of memory is passed on.
     """
     quantization = quantization_of(spec, DTYPES[spec.autocast] if spec.autocast is not None else dtype)
-    if spec.weights and source.pretrained is None:
-        raise WorkloadError(
-            f"there are no trained weights for {source.where}",
-            remedy="Leave `weights` out, or give a hub id or a directory with weights.",
-        )
-    if head.remote and quantization is not None and not spec.weights:
+    if head.remote and quantization is not None:
         raise WorkloadError(
             f"{source.where} is built by code of its own, which is not quantised without its weights",
-            remedy="Add `weights: true` to the --job file, or make the model in a function of your own.",
+            remedy="Make the model in a function of your own.",
         )
     try:
         return _made(spec, source, head, dtype, quantization, device).train()
     except Exception as error:
         if isinstance(error, WorkloadError) or is_out_of_memory(error):
             raise
-        raise _explain(error, spec, source) from None
+        raise WorkloadError(
+            f"transformers cannot build {source.where}: {summary(error)}",
+            remedy="Correct the configuration, or write a function that returns (model, batch).",
+        ) from None
 
 
 def _made(
@@ -288,18 +283,10 @@ def _made(
     cls, config = model_class(head), source.config
     options: dict[str, Any] = {"dtype": dtype} | ({} if spec.attn is None else {"attn_implementation": spec.attn})
     code = {"trust_remote_code": spec.trust_remote_code} if head.remote else {}
-    if not spec.weights and quantization is not None:
-        return build_quantised(cls, config, options, quantization, device)
-    if not spec.weights:
-        with torch.device(device), fast_init():
-            return (cls.from_config if head.remote else cls._from_config)(config, **options, **code)
     if quantization is not None:
-        options["device_map"] = {"": device}
-        if getattr(config, "quantization_config", None) is None:
-            options["quantization_config"] = quantization
-    local = Path(str(source.pretrained)).is_dir() or not hub_reachable()
-    model = cls.from_pretrained(source.pretrained, config=config, local_files_only=local, **options, **code)
-    return model if quantization is not None else model.to(device)
+        return build_quantised(cls, config, options, quantization, device)
+    with torch.device(device), fast_init():
+        return (cls.from_config if head.remote else cls._from_config)(config, **options, **code)
 
 
 def model_class(head: Head) -> Any:
@@ -307,20 +294,6 @@ def model_class(head: Head) -> Any:
     import transformers
 
     return getattr(transformers, head.auto if head.remote else head.cls)
-
-
-def _explain(error: Exception, spec: WorkloadSpec, source: ConfigSource) -> WorkloadError:
-    if spec.weights and isinstance(error, OSError):
-        offline = not (Path(str(source.pretrained)).is_dir() or hub_reachable())
-        reason = "not in the local cache, and the hub cannot be reached" if offline else summary(error)
-        return WorkloadError(
-            f"the weights of {source.where} could not be had: {reason}",
-            remedy="Leave `weights` out: bytes and seconds do not depend on them.",
-        )
-    return WorkloadError(
-        f"transformers cannot build {source.where}: {summary(error)}",
-        remedy="Correct the configuration, or write a function that returns (model, batch).",
-    )
 
 
 def apply_liger(model: nn.Module) -> None:

@@ -42,11 +42,10 @@ TEXT: tuple[Task, ...] = ("causal_lm", "seq2seq_lm", "masked_lm", "sequence_clas
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A configuration and where it came from. ``pretrained`` is where trained weights can be loaded, if anywhere."""
+    """A configuration and where it came from."""
 
     config: Any
     where: str
-    pretrained: str | None = None
     architecture: str | None = None
     defaults: ShapeDefaults | None = None
 
@@ -59,7 +58,7 @@ def find_config(spec: WorkloadSpec) -> ConfigSource:
     name = spec.model
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
-        return ConfigSource(_from_file(path / "config.json", spec), str(path), pretrained=str(path))
+        return ConfigSource(_from_file(path / "config.json", spec), str(path))
     if path.is_file():
         return ConfigSource(_from_file(path, spec), str(path))
     if name in list_models():
@@ -82,7 +81,7 @@ def _from_shape(name: str) -> ConfigSource:
             f"this version of transformers cannot build the shape {name}: {summary(error)}",
             remedy="Use the version in constraints.txt.",
         ) from None
-    return ConfigSource(config, name, shape.hub_id, shape.architecture, shape.defaults)
+    return ConfigSource(config, name, shape.architecture, shape.defaults)
 
 
 def _from_file(path: Path, spec: WorkloadSpec) -> Any:
@@ -118,7 +117,7 @@ def _from_hub(name: str, spec: WorkloadSpec) -> ConfigSource:
     for local in (True, False):
         try:
             config = AutoConfig.from_pretrained(name, local_files_only=local, trust_remote_code=spec.trust_remote_code)
-            return ConfigSource(config, name, pretrained=name)
+            return ConfigSource(config, name)
         except Exception as error:
             if not local or not isinstance(error, OSError):
                 raise _explain(error, name) from None
@@ -195,11 +194,8 @@ _NEED_PADDING: tuple[Task, ...] = ("seq2seq_lm", "sequence_classification")
 _LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
-def prepare(source: ConfigSource, task: Task, length: int | None, trained: bool) -> tuple[str, ...]:
-    """Adjust a configuration for sequences of ``length`` tokens (None: no text); what was changed, for people.
-
-    Raises WorkloadError where the positions do not suffice and cannot be changed.
-    """
+def prepare(source: ConfigSource, task: Task, length: int | None) -> tuple[str, ...]:
+    """Adjust a configuration for sequences of ``length`` tokens (None: no text); what was changed, for people."""
     config = source.config
     if task in _NEED_PADDING and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
@@ -209,10 +205,10 @@ def prepare(source: ConfigSource, task: Task, length: int | None, trained: bool)
     for name in dropped:
         setattr(config, name, 0.0)
     same = (f"{' and '.join(dropped)} set to 0: a plan needs the same layers in every step",) if dropped else ()
-    return (*same, *_fit_positions(source, length, trained))
+    return (*same, *_fit_positions(source, length))
 
 
-def _fit_positions(source: ConfigSource, length: int | None, trained: bool) -> tuple[str, ...]:
+def _fit_positions(source: ConfigSource, length: int | None) -> tuple[str, ...]:
     config = source.config.get_text_config()
     name = "max_position_embeddings"
     limit = getattr(config, name, None)
@@ -221,14 +217,9 @@ def _fit_positions(source: ConfigSource, length: int | None, trained: bool) -> t
     offset = 0
     if any(part in str(getattr(config, "model_type", "")) for part in _OFFSET):
         offset = int(getattr(config, "pad_token_id", None) or 0) + 1
-    needed, room = length + offset, limit - offset
+    needed = length + offset
     if needed <= limit:
         return ()
-    if trained:
-        raise WorkloadError(
-            f"{source.where} has {room} positions, so sequences of {length} tokens do not fit",
-            remedy=f"Use --seq-len {room} or less, or random weights.",
-        )
     setattr(config, name, needed)
     return (f"{name} raised from {limit} to {needed} for sequences of {length} tokens",)
 

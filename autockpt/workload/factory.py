@@ -21,7 +21,7 @@ from autockpt.workload.step import Step
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _RETURNS = "It must return (model, batch), (model, batch, loss) or a Step, the model a torch.nn.Module."
 # Settings of the spec that only a factory which takes them can follow.
-_PASSED_ON = ("batch_size", "seq_len", "packed", "dtype", "attn", "weights", "trust_remote_code", "stage")
+_PASSED_ON = ("batch_size", "seq_len", "packed", "dtype", "attn", "trust_remote_code", "stage")
 # Settings that are followed whatever a factory returns; what else a Step leaves open, it has decided itself.
 _FOLLOWED = ("model", "units", "seed", "master_weights", "keep_gradients", "ddp", "shard")
 

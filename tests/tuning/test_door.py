@@ -23,7 +23,6 @@ SPEC = WorkloadSpec(model="llama-tiny", seq_len=64)
     "wrong",
     [
         {"hardware": "h100", "device": "cpu"},
-        {"hardware": "h100", "workload": WorkloadSpec(model="llama-tiny", weights=True)},
         {"global_batch": 8, "lengths": {64: 1}},
         {"global_batch": 0},
         {"host_budget": 0},

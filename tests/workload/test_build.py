@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autockpt.errors import UsageError, WorkloadError
+from autockpt.errors import UsageError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import list_models
 from autockpt.workload import Step, build, refuse_simulated
@@ -87,26 +87,16 @@ def test_configurations_of_other_models(tmp_path: Path) -> None:
 
     config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     config.num_labels = 3
-    torch.manual_seed(1)  # other weights than those that are drawn with seed 0
     BertForSequenceClassification(config).save_pretrained(tmp_path)
     w = make(str(tmp_path), batch_size=2, seq_len=16)
     assert w.settings["architecture"] == "BertForSequenceClassification"
     assert w.batch["labels"].shape == (2,) and torch.isfinite(w.forward_backward())
-
-    trained = make(str(tmp_path), batch_size=2, seq_len=16, weights=True)
-    saved = BertForSequenceClassification.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(value, saved[name]) for name, value in trained.model.state_dict().items())
-    assert not all(torch.equal(value, saved[name]) for name, value in w.model.state_dict().items())
-    with pytest.raises(WorkloadError):
-        make(str(tmp_path), seq_len=600, weights=True)
 
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(config.to_dict() | {"architectures": ["BertModel"]}))
     w = make(str(file), batch_size=1, seq_len=8)
     assert w.settings["architecture"] == "BertForMaskedLM"
     assert any("BertModel has no loss" in note for note in w.notes)
-    with pytest.raises(WorkloadError):
-        make(str(file), weights=True)
 
 
 def test_eight_billion_ghost_parameters_take_no_memory() -> None:

@@ -31,14 +31,12 @@ def write(path: Path, data: object) -> Path:
 def test_built_in_shape() -> None:
     source = find("bert-base")
     assert source.config.model_type == "bert" and source.architecture == "BertForMaskedLM"
-    assert source.pretrained == "google-bert/bert-base-uncased"
     assert source.defaults is not None and source.defaults.seq_len == 512
 
 
 def test_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "config.json", {"model_type": "llama", "num_hidden_layers": 3})
-    assert find(file).config.num_hidden_layers == 3 and find(file).pretrained is None
-    assert find(tmp_path).pretrained == str(tmp_path)
+    assert find(file).config.num_hidden_layers == 3
     (tmp_path / "gpt2").mkdir()
     write(tmp_path / "gpt2" / "config.json", {"model_type": "gpt2", "n_layer": 7})
     monkeypatch.chdir(tmp_path)

@@ -96,23 +96,6 @@ def test_a_models_own_quantization_is_taken_or_refused(tmp_path: Path) -> None:
         build(spec(model=packed(tmp_path / "gptq", quant_method="gptq", bits=4)))
 
 
-@pytest.mark.parametrize("saved", ["whole", "packed"])
-def test_trained_weights_are_quantised_or_read_packed(saved: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    import transformers
-
-    build(WorkloadSpec(model="llama-tiny", batch_size=1, seq_len=8)).model.save_pretrained(tmp_path)
-    wanted: dict[str, Any] = NF4
-    if saved == "packed":
-        how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how)
-        model.save_pretrained(tmp_path)
-        wanted = {}
-    workload = build(spec(model=str(tmp_path), weights=True, **wanted))
-    assert workload.settings["quantization"].startswith("nf4") and workload.settings["weights"] == "trained"
-    workload.cycle()
-
-
 def test_what_peft_turns_to_fp32_is_and_is_said() -> None:
     pytest.importorskip("bitsandbytes")
     plain, prepared = (build(spec(load_in_4bit=True, dtype="bf16", prepare_kbit=on)) for on in (False, True))
