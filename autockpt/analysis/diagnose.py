@@ -76,23 +76,21 @@ def diagnose(
     log: LogReading,
     spec: WorkloadSpec | None = None,
     *,
-    budget: Budget | None = None,
     hardware: Hardware | None = None,
     plan_out: Path | None = None,
     listener: Listener | None = None,
 ) -> Diagnosis:
     """What happened, what filled the device, and what helps; no step is run.
 
-    Without ``spec``, the job that failed, only the log is explained. ``budget`` is of kind bytes; None: what the device
-    has. A job for which no plan fits is no error: ``alternatives`` say what would fit. Raises UsageError where neither
-    the log nor an option says how much memory the device has. A model that cannot be built or traced is named in
-    ``unprescribed``.
+    Without ``spec``, the job that failed, only the log is explained. A job for which no plan fits is no error:
+    ``alternatives`` say what would fit. Raises UsageError where neither the log nor ``hardware`` says how much memory
+    the device has. A model that cannot be built or traced is named in ``unprescribed``.
     """
     found: dict[str, Any] = {}
     notes = tuple(_notes(log, spec))
     if spec is not None and log.failure is not None:
         try:
-            budget_bytes, card, more = room_of(log.failure, budget, hardware)
+            budget_bytes, card, more = room_of(log.failure, hardware)
             notes += more
             found = _prescribed(spec, budget_bytes, card, log.failure.others or 0, plan_out, listener or Silence())
         except (WorkloadError, TracingError) as error:
@@ -190,31 +188,28 @@ def _prescribed(
         return found | {"refusal": f"{error.message}\n{error.remedy}", "alternatives": error.alternatives}
 
 
-def room_of(
-    failure: DeviceFailure, budget: Budget | None, given: Hardware | None
-) -> tuple[int, Hardware, tuple[str, ...]]:
+def room_of(failure: DeviceFailure, given: Hardware | None) -> tuple[int, Hardware, tuple[str, ...]]:
     """The bytes that a plan may use, the device with the figures that were reported, and remarks.
 
-    Raises UsageError where neither the log nor options say what the device has.
+    Raises UsageError where neither the log nor the option says what the device has.
     """
-    size = budget.size if budget is not None else None
-    capacity = failure.capacity or (given.memory_bytes if given is not None else size)
+    capacity = failure.capacity or (given.memory_bytes if given is not None else None)
     if capacity is None:
         raise UsageError(
             "how much memory the device has is not known: neither the log nor an option says so",
-            remedy="Add --hardware with its name (rtx4090, h100, …), or --budget with its size (24GiB).",
+            remedy="Add --hardware with its name (rtx4090, h100, …).",
         )
     hardware, notes = (given, ()) if given is not None else _nearest(capacity, failure.backend)
     overhead = min(hardware.context_bytes, capacity // 2)
     if failure.overhead is not None and failure.overhead >= _LEAST_CONTEXT:
         overhead = min(failure.overhead, capacity - 1)
     others = failure.others or 0
-    available = min(capacity - others, size if size is not None else capacity)
+    available = capacity - others
     if available <= overhead:
         raise UsageError(
             f"other processes hold {format_binary(others)} of the device's {format_binary(capacity)}: "
             "nothing is left for this one",
-            remedy="End them, or name the room that there will be with --budget.",
+            remedy="End them, and run it again.",
         )
     return available, hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead}), notes
 

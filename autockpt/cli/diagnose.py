@@ -16,7 +16,6 @@ from autockpt.cli.options import arg, flag, opt, takes_workload
 from autockpt.cli.search import print_answer
 from autockpt.errors import InfeasibleError, UsageError
 from autockpt.progress import listener
-from autockpt.schema import parse_budget
 from autockpt.schema.workload import described_by
 from autockpt.shipped import load_hardware
 from autockpt.terminal import bullets, heading, remarks
@@ -31,7 +30,6 @@ def diagnose(
     workload: dict[str, Any],
     log: Path = arg("LOG", "The failed run's log: what it wrote to standard error.", ...),
     *,
-    budget: str | None = opt("--budget SIZE", "Plan for less than the device has: 22GiB. Default: all of it."),
     hardware: str | None = opt(
         "--hardware NAME",
         "The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
@@ -45,12 +43,6 @@ def diagnose(
     runs (whole steps on tensors without memory), seconds from a roofline. Exits with 3 where no plan fits, after
     listing changes that would.
     """
-    asked = parse_budget(budget or "auto")
-    if asked.is_share:
-        raise UsageError(
-            f"--budget {budget} is a share of a peak, and a failed run is planned for a device",
-            remedy="Write a size with its unit, such as 22GiB, or leave it out.",
-        )
     reading = read_log(log)
     spec = described_by(workload) if "model" in workload else None
     if spec is None and plan_out is not None:
@@ -59,7 +51,7 @@ def diagnose(
     from autockpt.analysis.diagnose import diagnose as diagnosed
 
     with listener(progress()) as watcher:
-        said = diagnosed(reading, spec, budget=asked, hardware=card, plan_out=plan_out, listener=watcher)
+        said = diagnosed(reading, spec, hardware=card, plan_out=plan_out, listener=watcher)
     show(said, print_diagnosis, as_json)
     if said.unprescribed:
         raise typer.Exit(UsageError.exit_code)

@@ -9,7 +9,7 @@ import pytest
 from autockpt.analysis.diagnose import advice_of, diagnose, room_of
 from autockpt.analysis.oom_log import LogReading, read_text
 from autockpt.errors import UsageError
-from autockpt.schema import Hardware, Plan, WorkloadSpec, parse_budget
+from autockpt.schema import Hardware, Plan, WorkloadSpec
 from autockpt.shipped import load_hardware
 from tests.analysis.logs import FORWARD, message
 
@@ -83,12 +83,10 @@ def test_segments_are_to_expand_where_that_would_help(text: str, helps: bool) ->
     assert any("expandable_segments" in line for line in advice_of(read_text(text))) == helps
 
 
-def room(
-    text: str, budget: str | None = None, hardware: Hardware | None = None
-) -> tuple[int, Hardware, tuple[str, ...]]:
+def room(text: str, hardware: Hardware | None = None) -> tuple[int, Hardware, tuple[str, ...]]:
     failure = read_text(text).failure
     assert failure is not None
-    return room_of(failure, None if budget is None else parse_budget(budget), hardware)
+    return room_of(failure, hardware)
 
 
 def test_the_device_is_the_one_of_the_message() -> None:
@@ -106,11 +104,8 @@ def test_what_others_hold_is_not_there_for_a_plan() -> None:
         room(message(capacity="24.00 GiB", free="0 bytes", process="210.00 MiB", allocated="0 bytes", cached="0 bytes"))
 
 
-def test_options_say_what_the_message_does_not() -> None:
-    assert room(message(), budget="20GiB")[0] == 20 * GIB
-    assert room(message(), budget="200GiB")[0] == round(23.52 * GIB)
+def test_the_option_says_what_the_message_does_not() -> None:
     bare, rtx4090 = "RuntimeError: CUDA error: out of memory\n", load_hardware("rtx4090")
     assert room(bare, hardware=rtx4090)[0] == rtx4090.memory_bytes
-    assert room(bare, budget="24GiB")[0] == 24 * GIB
     with pytest.raises(UsageError):
         room(bare)
