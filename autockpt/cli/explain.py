@@ -106,7 +106,7 @@ def print_explanation(said: Explanation, console: Console) -> None:
 
 def _heading(said: Explanation) -> Text:
     text = Text.assemble((said.model, "bold"), f" on {said.device}, {said.plan} ({said.status})")
-    if facts := words.job(said.settings):
+    if facts := words.facts(said.settings):
         text.append(f"\n{facts}", style="dim")
     text.append("\nPeak ").append(format_bytes(said.peak_bytes), style="bold")
     if said.budget is not None:

@@ -17,8 +17,6 @@ from autockpt.schema.workload import WorkloadSpec
 
 NO_DIFFERENCE = 0.0005  # of a step: what would be printed as 0.0 %
 USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
-_OF_A_JOB = """dtype autocast batch_size seq_len accumulate stage in_flight optimizer attention lora quantization
-    shard ddp master_weights keep_gradients"""
 
 
 def seconds(value: float) -> str:
@@ -107,11 +105,6 @@ def facts(settings: Mapping[str, object]) -> str:
         elif value is not None and value is not False and value != "":
             said.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}")
     return ", ".join(said)
-
-
-def job(settings: Mapping[str, object]) -> str:
-    """The settings by which a job is known, in one line."""
-    return facts({name: settings.get(name) for name in _OF_A_JOB.split()})
 
 
 def strip(choices: Mapping[str, Choice], width: int = 48, units: Iterable[str] = ()) -> str:
