@@ -153,7 +153,7 @@ def explain_step(
         # nominal times rank plans, and are shown to nobody
         known, trials = searched(subject.request, cost_model, listener if subject.basis[0] != "nominal" else Silence())
         if subject.choices is not None:
-            known.keep(known.reach_of(subject.choices, cost_model.predictor.predict(subject.choices)))
+            known.keep(subject.choices, cost_model.predictor.predict(subject.choices))
         budget = None if any_budget else trials.budget
         if plan is not None and subject.choices is not None:
             same, choices, said = made_for(plan, subject.request.workload), dict(subject.choices), str(path or "a plan")
@@ -207,7 +207,7 @@ def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> E
     saving: dict[str, Choice] = {unit.name: SAVE for unit in base.blocks()}
     choices = saving | plan.expand_planned()
     known = recorded(run, profile, saving)
-    known.keep(known.reach_of(choices, plan.predicted))
+    known.keep(choices, plan.predicted)
     device, head, finished = profile.op_times.device, profile.head(base.blocks()), run.finished()
     held = plan.budget
     if budget is not None:

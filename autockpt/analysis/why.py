@@ -35,7 +35,7 @@ class Known:
     def __init__(self, saving: Mapping[str, Choice], plain: Prediction) -> None:
         self._saving, self._plain_seconds = saving, plain.step_seconds or 0.0
         self._reaches: dict[str, Reach] = {}
-        self.keep(self.reach_of(saving, plain))
+        self.keep(saving, plain)
 
     @property
     def save_all(self) -> Reach:
@@ -45,14 +45,10 @@ class Known:
     def lean(self) -> Reach:
         return min(self._reaches.values(), key=lambda reach: (reach.peak_bytes, reach.step_seconds))
 
-    def keep(self, reach: Reach) -> None:
+    def keep(self, choices: Mapping[str, Choice], predicted: Prediction) -> None:
         """Add a plan; the last prediction of a plan counts."""
-        self._reaches[plan_hash(reach.choices)] = reach
-
-    def reach_of(self, choices: Mapping[str, Choice], predicted: Prediction) -> Reach:
-        """A plan in numbers."""
         seconds, base = predicted.step_seconds or 0.0, self._plain_seconds
-        return Reach(
+        self._reaches[plan_hash(choices)] = Reach(
             peak_bytes=predicted.peak_bytes,
             step_seconds=seconds,
             overhead=seconds / base - 1 if base > 0 else None,
@@ -68,13 +64,8 @@ class Known:
         fitting = [reach for reach in self._reaches.values() if reach.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda reach: (reach.step_seconds, reach.peak_bytes), default=None)
 
-    def leaner(self, chosen: Reach) -> Reach | None:
-        """The fastest plan that needs less than this one."""
-        return self.at(chosen.peak_bytes - 1)
-
-    def faster(self, chosen: Reach, budget_bytes: int) -> Reach | None:
-        """The leanest plan that is faster than this one and does not fit where it does."""
-        room = max(budget_bytes, chosen.peak_bytes)
+    def faster(self, chosen: Reach, room: int) -> Reach | None:
+        """The leanest plan that is faster than this one and needs more than ``room``."""
         faster = [r for r in self._reaches.values() if r.peak_bytes > room and is_faster(r, chosen)]
         return min(faster, key=lambda reach: (reach.peak_bytes, reach.step_seconds), default=None)
 
@@ -87,13 +78,13 @@ def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) 
     outlook = run.outlook()
     for ghost in outlook.plans if outlook is not None else ():
         if ghost.predicted.step_seconds is not None:
-            known.keep(known.reach_of(ghost.choices, ghost.predicted))
+            known.keep(ghost.choices, ghost.predicted)
     for trial in run.trials():
         refuted = trial.state in ("failed", "out_of_memory") and trial.plan_hash != plan_hash(saving)
         if refuted:  # by real steps
             known._reaches.pop(trial.plan_hash, None)
         elif trial.predicted is not None and trial.predicted.step_seconds is not None:
-            known.keep(known.reach_of(trial.choices, trial.predicted))
+            known.keep(trial.choices, trial.predicted)
     return known
 
 
@@ -112,7 +103,7 @@ def searched(request: SearchRequest, cost_model: CostModel, listener: Listener) 
         plans = ghost_runs(cost_model)
     for tried in (*trials.all, *plans):
         if tried.predicted is not None:
-            known.keep(known.reach_of(tried.choices, tried.predicted))
+            known.keep(tried.choices, tried.predicted)
     return known, trials
 
 
@@ -129,7 +120,7 @@ def why(known: Known, choices: Mapping[str, Choice], budget_bytes: int | None) -
     return Why(
         chosen=chosen,
         best=best if best is not None and is_faster(best, chosen) else None,
-        leaner=known.leaner(chosen),
+        leaner=known.at(chosen.peak_bytes - 1),
         faster=known.faster(chosen, room),
     )
 
