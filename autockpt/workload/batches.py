@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +16,19 @@ _MASKED_SHARE = 0.15
 _DEFAULT_IMAGE = 224
 
 
+@dataclass(frozen=True, kw_only=True)
 class BatchMaker:
     """Makes the batch of one task.
 
     ``length`` is the longest sequence, which all are padded to; without a mask (``packed``) every sequence is as long.
-    Numbers come from a generator of its own, so that the global random state is left alone.
+    Numbers come from a ``generator`` of its own, so that the global random state is left alone.
     """
 
-    def __init__(self, config: Any, *, rows: int, length: int | None, packed: bool, seed: int) -> None:
-        self.config = config
-        self.rows = rows
-        self.length = length or 1
-        self.packed = packed
-        self.generator = torch.Generator().manual_seed(seed)
+    config: Any
+    rows: int
+    length: int
+    packed: bool
+    generator: torch.Generator
 
     def make(self, task: Task, dtype: torch.dtype) -> dict[str, Tensor]:
         """The batch on the CPU; ``dtype`` is that of images. Raises WorkloadError where none can be made."""

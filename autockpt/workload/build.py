@@ -123,7 +123,8 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
         notes.append(GRPO_NOTE)
     model, adapted = adapt(model, spec)
     notes += adapted
-    maker = BatchMaker(source.config, rows=rows, length=length, packed=spec.packed, seed=spec.seed)
+    numbers = torch.Generator().manual_seed(spec.seed)
+    maker = BatchMaker(config=source.config, rows=rows, length=length or 1, packed=spec.packed, generator=numbers)
     batch = move(maker.make(head.task, torch.float32 if spec.autocast else dtype), device)
     parts: dict[str, Any] = {}
     if prompt is not None:

@@ -22,11 +22,11 @@ def make(task: Task, rows: int = 4, length: int | None = 16, **config: Any) -> A
     packed = config.pop("packed", False)
     seed = config.pop("seed", 0)
     maker = BatchMaker(
-        Config(**({"model_type": "x", "vocab_size": 50, "num_labels": 3} | config)),
+        config=Config(**({"model_type": "x", "vocab_size": 50, "num_labels": 3} | config)),
         rows=rows,
-        length=length,
+        length=length or 1,
         packed=packed,
-        seed=seed,
+        generator=torch.Generator().manual_seed(seed),
     )
     return maker.make(task, torch.float32)
 
