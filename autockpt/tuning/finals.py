@@ -3,7 +3,8 @@
 Trials are minutes apart, and what else runs meanwhile can double a step; rounds in which every plan takes its turn do
 not see that. Among many noisy measurements the smallest is too small (the winner's curse): the name goes to the plan
 that wins when all contenders are interleaved. Plans that are surely slower drop out, so that time goes to the others
-(racing: Maron & Moore 1994).
+(racing: Maron & Moore 1994), and nothing is measured that is not expected to find a plan faster by a notable share of
+the step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import numpy as np
 from autockpt.measuring.statistics import Interval, judge, noise, ratio_interval
 from autockpt.schema import Choice, Measurement, Trial
 
-WITHIN = 0.005
+FINALISTS = 4
+WORTH = 0.001  # of the step: plans that are expected to be faster than the best by less do not take part
+WITHIN = 0.005  # rounds go on while another plan is expected to be faster by more
 EXPECTED_WITHIN = 0.01  # one standard deviation of predicted ratios of step times, as a share
 BATCH = 3
 MOST_ROUNDS = 15
@@ -50,22 +53,15 @@ class Final:
     @property
     def error(self) -> float:
         """One standard deviation, as a share, of what the undecided took, without what was common to their rounds."""
-        times = [self.times[number] for number in (self.winner, *self.undecided)]
-        rounds = min(map(len, times))
-        if rounds < 2 or len(times) < 2:
-            return 0.0
-        logs = np.log([row[:rounds] for row in times])
-        rest = logs - logs.mean(axis=0)
-        rest -= rest.mean(axis=1, keepdims=True)
-        return math.sqrt((rest**2).sum() / ((len(times) - 1) * (rounds - 1)) / rounds)
+        return _error([self.times[number] for number in (self.winner, *self.undecided)])
 
 
 def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, *, seconds: float) -> Final:
     """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).
 
-    Rounds go on until every rival's ratio to the leader is known within ± 0.5 % or lies surely above 1, at most
-    15 rounds and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed. Who is
-    surely slower takes no further part.
+    Rounds go on until no rival is expected to be faster than the leader by more than ``WITHIN``, at most 15 rounds and
+    ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed. Who is surely slower
+    takes no further part.
     """
     choices = {t.number: t.choices for t in (*candidates, *extra)}
     times: dict[int, list[float]] = {number: [] for number in choices}
@@ -79,11 +75,24 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
         end, each = min(end, now + seconds), (now - began) / len(playing)
         leader = min(rivals, key=lambda n: statistics.median(times[n]))
         rivals = [n for n in rivals if n == leader or judge(_ratio(times[n], times[leader])) != "slower"]
-        unsettled = [n for n in rivals if n != leader and _ratio(times[n], times[leader]).half_width > WITHIN]
-        if not unsettled or len(times[leader]) >= MOST_ROUNDS or now + each * len(rivals) > end:
+        error = math.sqrt(2) * _error([times[n] for n in rivals])
+        gains = [gain(_ratio(times[n], times[leader]).value - 1, error) for n in rivals if n != leader]
+        settled = max(gains, default=0.0) <= WITHIN
+        if settled or len(times[leader]) >= MOST_ROUNDS or now + each * len(rivals) > end:
             break
         playing = rivals
     return Final(leader, times, tuple(n for n in rivals if n != leader))
+
+
+def gain(slower: float, error: float) -> float:
+    """By how much a plan is expected to turn out faster than another, as a share of the step; 0 if it surely is not.
+
+    It seems to be ``slower`` by so much, known within one standard deviation ``error``.
+    """
+    if error <= 0:
+        return max(0.0, -slower)
+    normal = statistics.NormalDist()
+    return error * normal.pdf(slower / error) - slower * normal.cdf(-slower / error)
 
 
 def weighed(times: Mapping[int, float], expected: Mapping[int, float], error: float) -> dict[int, float]:
@@ -97,6 +106,15 @@ def weighed(times: Mapping[int, float], expected: Mapping[int, float], error: fl
     trust = EXPECTED_WITHIN**2 / (EXPECTED_WITHIN**2 + error**2)
     level = statistics.median(times[n] / expected[n] for n in both) if both else 1.0
     return {n: t * (level * expected[n] / t) ** (1 - trust) if n in expected else t for n, t in times.items()}
+
+
+def contenders(times: Mapping[int, float], expected: Mapping[int, float], error: float) -> list[int]:
+    """The numbers of the few trials that may be the fastest, the most promising first; arguments as for ``weighed``."""
+    times = weighed(times, expected, error)
+    within = EXPECTED_WITHIN * error / math.hypot(EXPECTED_WITHIN, error) if expected else error
+    best, *others = sorted(times, key=lambda n: times[n])
+    close = [n for n in others if gain(times[n] / times[best] - 1, math.sqrt(2) * within) > WORTH]
+    return [best, *close][:FINALISTS]
 
 
 def first_rounds(trials: Sequence[Trial]) -> float:
@@ -115,6 +133,17 @@ def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:
             "times": tuple(times),
         }
     )
+
+
+def _error(times: Sequence[Sequence[float]]) -> float:
+    """One standard deviation, as a share, of the average of each row, without what was common to rounds."""
+    rounds = min(map(len, times))
+    if rounds < 2 or len(times) < 2:
+        return 0.0
+    logs = np.log([row[:rounds] for row in times])
+    rest = logs - logs.mean(axis=0)
+    rest -= rest.mean(axis=1, keepdims=True)
+    return math.sqrt((rest**2).sum() / ((len(times) - 1) * (rounds - 1)) / rounds)
 
 
 def _ratio(ours: Sequence[float], base: Sequence[float]) -> Interval:

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from autockpt.schema import Measurement
-from autockpt.tuning.finals import BATCH, EXPECTED_WITHIN, MOST_ROUNDS, Final, play, weighed
+from autockpt.tuning.finals import (
+    BATCH,
+    EXPECTED_WITHIN,
+    FINALISTS,
+    MOST_ROUNDS,
+    Final,
+    contenders,
+    gain,
+    play,
+    weighed,
+)
 from tests.samples import trial
 
 
@@ -27,7 +37,7 @@ def finals(noise: Any, seconds_left: float = 60.0) -> tuple[Final, list[tuple[in
 
 
 def test_finals_go_on_between_those_who_may_win() -> None:
-    final, batches = finals(lambda plan, number: 1 + 0.02 * math.sin(7 * plan + 3 * number))
+    final, batches = finals(lambda plan, number: 1 + 0.05 * math.sin(7 * plan + 3 * number))
     assert final.winner == 1
     assert batches[0] == (0, 1, 2, 3)
     assert len(batches) > 1 and all(set(batch) == {0, 1} for batch in batches[1:])
@@ -39,9 +49,30 @@ def test_finals_compare_what_ran_side_by_side() -> None:
     assert final.seconds(3) / final.seconds(final.winner) == pytest.approx(1.2, rel=0.05)
 
 
+def test_finals_end_when_no_rival_is_expected_to_be_much_faster() -> None:
+    final, batches = finals(lambda plan, number: 1 + 0.02 * math.sin(7 * plan + 3 * number))
+    assert final.winner == 1 and final.undecided == (0,) and len(batches) == 1
+
+
+@pytest.mark.parametrize("error", [0.0, 0.01, 0.03])
+def test_what_a_rival_may_gain_shrinks_with_its_distance(error: float) -> None:
+    gains = [gain(slower, error) for slower in (-0.5, 0.0, 0.01, 0.5)]
+    assert gains == sorted(gains, reverse=True)
+    assert gains == pytest.approx([0.5, 0.4 * error, gains[2], 0.0], abs=1e-3) and gains[2] <= gains[1]
+
+
+def test_only_what_may_be_the_fastest_takes_part() -> None:
+    """By measurements where these are exact; else what is predicted to be fast as well, and no more than a few."""
+    times, expected = {0: 1.0, 1: 1.05, 2: 1.1, 3: 1.5}, {0: 1.01, 1: 1.0, 2: 1.0, 3: 1.5}
+    assert contenders(times, expected, 0.0) == [0]
+    assert contenders(times, expected, 0.05)[:3] == [1, 2, 0]
+    assert contenders(times, {}, 0.03) == [0, 1]
+    assert len(contenders({n: 1 + n / 1000 for n in range(20)}, {}, 0.01)) == FINALISTS
+
+
 def swinging(plan: int, number: int) -> float:
     """Neither of the first two plans is ever known to be faster."""
-    return 1 + 0.1 * math.sin(7 * plan + 3 * number)
+    return 1 + (0.2 if plan < 2 else 0.02) * math.sin(7 * plan + 3 * number)
 
 
 def test_finals_that_nobody_wins_end_and_name_the_rival() -> None:

@@ -367,3 +367,13 @@ def test_well_known_plans_that_are_no_rivals_are_measured_briefly() -> None:
     assert brief and not {NONE, ALL} & {t.name for t in brief}
     for trial in brief:
         assert not trial.feasible or trial.predicted.step_seconds > 1.05 * min(fitting)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("budget", ["30%act", "80%act"])
+def test_a_search_ends_when_the_plan_of_the_corrected_costs_was_tried(budget: str) -> None:
+    device = MadeUpDevice(noise=0.01)
+    found = search(device, budget)
+    assert sum(t.encoding == "knobs" and t.measured is not None for t in found.trials) == 1
+    assert found.stopped.startswith("with costs corrected by these trials")
+    assert found.best is not None
+    assert device.true_seconds(found.best.choices) <= 1.005 * device.optimum(found.budget.bytes)

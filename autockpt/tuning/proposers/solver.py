@@ -23,7 +23,7 @@ from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.proposers.sampler import NEUTRAL, Study, knobs_for, sampler_for
-from autockpt.tuning.refit import Fit, expected_seconds, fit, priced, unseen_bytes
+from autockpt.tuning.refit import Fit, expected_seconds, fit, noise_of, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import (
     AS_FAST,
@@ -299,7 +299,7 @@ class SolverProposer(Proposer):
         fitting = sum(bool(t.feasible) for t in tried)  # those that did not fit count for less
         if wanted is not None and (fitting >= wanted or len(tried) >= MOST_MISSES * wanted):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
-        if self._beaten():
+        if wanted is None and (self._beaten() or self._found()):
             return "with costs corrected by these trials no plan can be faster than the best by more than the noise"
         return ""
 
@@ -316,6 +316,20 @@ class SolverProposer(Proposer):
         bound = fitted.predict(self.unscaled_problem, optimum.choices) - fitted.error_seconds
         noise = best.measured.noise if best.measured is not None else 0.0
         return best.score_seconds * (1 - noise) <= bound
+
+    def _found(self) -> bool:
+        """Whether the refitted solver's plan, or one as fast, was tried and took what it should within its noise.
+
+        Not where copies may hide behind more than the coefficients say.
+        """
+        if HIDDEN_COPIES in self.study.knobs or not any(t.encoding == KNOBS for t in self.trials.scored):
+            return False
+        predict, problem = self._fit.predict, self.unscaled_problem
+        choices, _ = self._solved({}, self.target.terms.checks)
+        most = predict(problem, choices) * (1 + AS_FAST)
+        fitting = [t for t in self.trials.scored if t.feasible and priced(problem, t.choices)]
+        known = [(t, seconds) for t in fitting if (seconds := predict(problem, t.choices)) <= most]
+        return any(t.score_seconds <= seconds * (1 + max(AS_FAST, 2 * noise_of(t))) for t, seconds in known)
 
     # -- cost coefficients and plans -----------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -19,15 +21,14 @@ from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchS
 from autockpt.schema.known import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
-from autockpt.tuning.finals import BATCH, MOST_ROUNDS, first_rounds, play, remeasured, weighed
+from autockpt.tuning.finals import BATCH, MOST_ROUNDS, contenders, first_rounds, play, remeasured, weighed
 from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.opening import traced
 from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.refit import noise_of
 from autockpt.tuning.targets.base import Prepared, Target
-from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, complexity, preferred
+from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, preferred
 
-FINALISTS, AS_PREDICTED = 3, 2
-SIMPLE, SIMPLE_FINALISTS = 3, 2  # so many of the fastest plans with one choice on the first or last layers as well
 FINAL_SECONDS = 15.0
 FINALS_SHARE = 0.2
 """Of the time limit, at most, is kept for the finals."""
@@ -143,16 +144,19 @@ class Measured(Target):
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
-        """The best few as tried, the best few as predicted, and simple plans that may be as fast.
+        """The few that may be the fastest, by what they took and what was predicted.
 
         What else runs on the machine may slow one trial down, minutes after another; predictions do not know of that.
+        How far the two are apart says how much measurements can be trusted.
         """
         fitting, expected = trials.ranking(), trials.expected()
-        predicted = sorted((t for t in fitting if t.number in expected), key=lambda t: expected[t.number])
-        simple = (t for t in fitting if complexity(t.choices) <= SIMPLE and not _surely_slower(t, fitting[0]))
-        best = {t.number: t for t in (*fitting[:FINALISTS], *predicted[:AS_PREDICTED])}
-        others = [t for t in simple if t.number not in best]
-        return [*best.values(), *others[:SIMPLE_FINALISTS]]
+        if not fitting:
+            return []
+        logs = [math.log(t.score_seconds / expected[t.number]) for t in trials.scored if t.number in expected]
+        apart = statistics.stdev(logs) if len(logs) > 1 else 0.0
+        error = max(apart, statistics.median(map(noise_of, fitting)))
+        times = {t.number: t.score_seconds for t in fitting}
+        return [trials.all[number] for number in contenders(times, expected, error)]
 
     def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
         """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
@@ -171,7 +175,7 @@ class Measured(Target):
             fastest = self._fastest(trials, finalists, compared, known, seconds)
             if (winner := self._confirmed(trials, fastest)).feasible:
                 return winner
-            finalists = [t for t in finalists if t.number != winner.number]
+            finalists = self._finalists(trials)
         return None
 
     def _fastest(
@@ -264,9 +268,3 @@ def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) 
     more = {"host_budget": request.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}
     needs = memory_at_hand(times.environment, times=times)
     return found.cost_model(times, used_by_others=prepared.used_by_others, needs=needs, **more)
-
-
-def _surely_slower(trial: Trial, best: Trial) -> bool:
-    """By their noise when they were tried."""
-    assert trial.measured is not None and best.measured is not None
-    return trial.score_seconds * (1 - trial.measured.noise) > best.score_seconds * (1 + best.measured.noise)
