@@ -38,12 +38,10 @@ class Measurer:
         """
         return self._ask("measure", choices=dict(choices), steps=steps, budget_bytes=budget_bytes)
 
-    def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None
-    ) -> dict[str, list[float]]:
+    def compare(self, plans: Mapping[str, Choices], *, rounds: int = 5) -> dict[str, list[float]]:
         """Seconds of one cycle of every plan in each round, interleaved: result[a][i] pairs with result[b][i]."""
         plans = {name: dict(choices) for name, choices in plans.items()}
-        return self._ask("compare", plans=plans, rounds=rounds, budget_bytes=budget_bytes)
+        return self._ask("compare", plans=plans, rounds=rounds)
 
     def call(self, ref: str, payload: dict[str, Any]) -> Any:
         """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` by the model; both ways it is pickled."""

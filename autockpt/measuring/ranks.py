@@ -209,9 +209,7 @@ class Ranks(Measurer):
             }
         )
 
-    def compare(
-        self, plans: Mapping[str, Choices], *, rounds: int = 5, budget_bytes: int | None = None
-    ) -> dict[str, list[float]]:
+    def compare(self, plans: Mapping[str, Choices], *, rounds: int = 5) -> dict[str, list[float]]:
         """See ``Measurer.compare``: in every round the slowest rank's time."""
         asked = {name: dict(choices) for name, choices in plans.items()}
         found = self._on_all("compare", plans=asked, rounds=rounds)

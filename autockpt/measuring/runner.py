@@ -23,6 +23,7 @@ from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
 from autockpt.measuring.statistics import noise
+from autockpt.policies.offload import MOVING
 from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema.choices import SAVE
 from autockpt.schema.plan import plan_hash
@@ -94,13 +95,7 @@ class StepRunner:
             loss_is_finite=self._loss_is_finite,
         )
 
-    def compare(
-        self,
-        plans: Mapping[str, Choices],
-        *,
-        rounds: int = 5,
-        budget_bytes: int | None = None,
-    ) -> dict[str, list[float]]:
+    def compare(self, plans: Mapping[str, Choices], *, rounds: int = 5) -> dict[str, list[float]]:
         """Seconds per cycle of every plan in each round. Plans are interleaved; orders rotate, every second mirrored.
 
         Attaching and removing is not timed, nor is a cycle that warms up where the plan needs one.
@@ -109,7 +104,7 @@ class StepRunner:
         times: dict[str, list[float]] = {name: [] for name in plans}
         # a bound on the host is for one plan's memory, not for what another's left behind
         kept = pinned_memory_kept() if self.host_budget is None else nullcontext()
-        with self.device.limit(budget_bytes), kept:
+        with kept:
             for _ in range(rounds):
                 for name in turn_order(list(plans), self._round):
                     untimed = self._untimed_cycles(plans[name])
@@ -146,7 +141,7 @@ class StepRunner:
             session.set_aside()
         with session.for_now():
             yield session
-        if not session.host_bytes:  # room on the host is for one plan at a time
+        if not any(choice.kind in MOVING for choice in (choices or {}).values()):  # the host has room for one at a time
             self._sessions[key] = session
 
     def compiling(self, choices: Choices) -> AbstractContextManager[None]:

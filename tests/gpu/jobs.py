@@ -185,7 +185,8 @@ def _in_turns(
     """Step times of all rows that fit, under the limit; one that runs out of memory here leaves, and all begin anew."""
     while fitting := {name: rows[name] for name, row in found.items() if row["state"] == "fits"}:
         try:
-            return runner.compare(fitting, rounds=rounds, budget_bytes=budget)
+            with runner.device.limit(budget):
+                return runner.compare(fitting, rounds=rounds)
         except DeviceOutOfMemory as error:
             gone = next((name for name in fitting if f"plan {name!r}" in error.message), None)
             if gone is None:

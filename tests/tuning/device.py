@@ -67,9 +67,7 @@ class MadeUpDevice:
             raise DeviceOutOfMemory("the made-up device is full")
         return Measurement(peak_bytes=peak, step_seconds=self._noisy(choices), noise=self.noise, steps=steps)
 
-    def compare(
-        self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int = 5, budget_bytes: int | None = None
-    ) -> dict[str, list[float]]:
+    def compare(self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int = 5) -> dict[str, list[float]]:
         times = {name: [self._noisy(choices) for _ in range(rounds)] for name, choices in plans.items()}
         for _ in range(rounds * len(plans)):
             self.beat(TIMED_CYCLE)
