@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +17,11 @@ import torch
 from tests.children import each_forked
 from tests.evidence.sweep.configs import architectures
 from tests.evidence.sweep.trial import Result, in_a_fork, warm_up
+from tests.evidence.tables import head, row, table
 
 SECONDS = 90.0
-_LONGEST = 240
-HEADER = "| architecture | class | units | traced | plans equal | s | remark |\n|---|---|--:|---|---|--:|---|"
+LONGEST = 400
+NAMES = ("architecture", "class", "units", "traced", "plans equal", "s", "remark")
 
 
 def main() -> int:
@@ -40,46 +41,33 @@ def main() -> int:
         todo = [a for a in todo if a.name in options.only]
     warm_up()
     results = []
-    print(HEADER, flush=True)
+    print(head(NAMES), flush=True)
     trying = partial(in_a_fork, seed=options.seed)
     for fork in each_forked(deque(todo), trying, seconds=SECONDS, jobs=options.jobs):
         result = fork.said[-1] if fork.said else Result(fork.item.name, fork.item.cls)
         result.remarks[:0] = [f"its process died ({fork.ended})"] if fork.ended else []
         results.append(result)
-        print(row(result), flush=True)
+        print(row(cells(result)), flush=True)
         if options.out:
-            options.out.write_text(markdown(results), encoding="utf-8")
+            options.out.write_text(page(results), encoding="utf-8")
     print(f"\n{summary(results)}")
     return 1 if count(results, "UNEQUAL") else 0
 
 
-def row(result: Result) -> str:
+def cells(result: Result) -> Iterator[object]:
+    """Those of a row."""
+    yield from (result.name, result.cls, result.units or "–", result.traced)
     equal = f"{result.equal}/{result.plans}" if result.plans else "–"
-    if result.refused:
-        equal += f", {result.refused} refused"
-    remark = "; ".join((*result.failures, *result.remarks)).replace("|", "\\|").replace("\n", " ")
-    cells = (result.name, result.cls, result.units or "–", result.traced, equal, f"{result.seconds:.1f}", remark)
-    return f"| {' | '.join(map(str, cells))} |"
+    yield f"{equal}, {result.refused} refused" if result.refused else equal
+    yield f"{result.seconds:.1f}"
+    remark = "; ".join((*result.failures, *result.remarks)).replace("\n", " ")
+    yield remark.partition(" You can install it")[0][:LONGEST]  # advice that transformers adds
 
 
-def markdown(results: Iterable[Result]) -> str:
-    """Counts, then a table of those that train plainly, then one of those that do not."""
-    ordered = sorted(results, key=lambda r: r.name)
-    trained = [r for r in ordered if r.trained]
-    rest = [r for r in ordered if not r.trained]
-    parts = [summary(ordered), "## Trained\n", "\n".join((HEADER, *map(row, trained)))]
-    if rest:
-        reasons = [f"| {r.name} | {r.cls} | {_short('; '.join(r.remarks).replace('|', '/'))} |" for r in rest]
-        parts += [
-            "## Not trained plainly\n",
-            "\n".join(("| architecture | class | reason |", "|---|---|---|", *reasons)),
-        ]
-    return "\n\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
-
-
-def _short(text: str) -> str:
-    text = text.partition(" You can install it")[0]  # advice that transformers adds
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+def page(results: Sequence[Result]) -> str:
+    """Counts, then those that train plainly, then those that do not."""
+    ordered = sorted(results, key=lambda result: (not result.trained, result.name))
+    return f"{summary(ordered)}\n\n{table(NAMES, map(cells, ordered))}\n"
 
 
 def summary(results: Sequence[Result]) -> str:
