@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autockpt.runtime import apply
 from autockpt.workload import Step
 
 
@@ -121,6 +122,20 @@ def multimodal() -> Step:
 def _step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> Step:
     optimizer = torch.optim.AdamW(model.parameters())
     return Step(model.train(), batch, loss=loss, optimizer=optimizer)
+
+
+def gradients(step: Step, choices: Any) -> list[Tensor | None]:
+    """Those of one seeded step under choices, or a plan."""
+    torch.manual_seed(5)
+    with apply(step.model, choices):
+        step.forward_backward()
+    found = [None if p.grad is None else p.grad.clone() for p in step.model.parameters()]
+    step.release_gradients()
+    return found
+
+
+def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 NAMED: dict[Callable[[], Step], str] = {

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import PlanError
-from autockpt.runtime import apply, choices_for
+from autockpt.runtime import choices_for
 from autockpt.schema import Plan
-from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, parse_choice
+from autockpt.schema.choices import RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.tracing import Tracer
 from autockpt.tuning.opening import blocks_of
 from autockpt.workload import Step
 from tests.tracing.reference import Real
-from tests.unrepeated import NAMED, one_block, recurrent, unet
+from tests.unrepeated import NAMED, equal, gradients, one_block, recurrent, unet
 
 CLOSE = 64  # bytes: numbers of no dimension
 
@@ -27,19 +27,6 @@ CLOSE = 64  # bytes: numbers of no dimension
 def made(make: Callable[[], Step], units: str | None = None) -> Step:
     torch.manual_seed(0)
     return replace(make(), units=units)
-
-
-def gradients(step: Step, choices: dict[str, Choice]) -> list[Tensor | None]:
-    torch.manual_seed(5)
-    with apply(step.model, choices):
-        step.forward_backward()
-    found = [None if p.grad is None else p.grad.clone() for p in step.model.parameters()]
-    step.release_gradients()
-    return found
-
-
-def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.slow

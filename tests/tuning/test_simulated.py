@@ -11,8 +11,9 @@ import torch
 
 from autockpt.analysis.page import run_page
 from autockpt.cost import simulated_memory
-from autockpt.errors import InfeasibleError
-from autockpt.schema import Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec, parse_budget
+from autockpt.errors import InfeasibleError, PlanError
+from autockpt.runtime import apply
+from autockpt.schema import SAVE, Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec, parse_budget
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_hardware
@@ -20,8 +21,10 @@ from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_memory import as_seen_by
 from autockpt.tuning import run_search
 from autockpt.tuning.targets import measured
+from tests.errors import raises
 from tests.measuring.sharded_models import Layer
 from tests.tuning.small import TWO_LAYERS
+from tests.unrepeated import equal, gradients, one_block, unet
 
 pytestmark = pytest.mark.slow
 
@@ -141,3 +144,19 @@ def test_weights_stay_gathered_where_that_pays(room: float, tmp_path: Path) -> N
     assert any(choice.gathered for choice in found.plan.choices.values())
     assert ours is not None and theirs is not None and ours.peak_bytes <= budget
     assert ours.step_seconds < theirs.step_seconds  # type: ignore[operator]
+
+
+def test_a_unet_is_cut_planned_and_trained_exactly(tmp_path: Path) -> None:
+    more = {"workload": WorkloadSpec(model="tests.unrepeated:unet"), "plan_out": tmp_path / "plan.yaml"}
+    space = SearchSpace().restricted(("save", "recompute", "recompute_offload"))
+    outcome = run_search(ask(tmp_path, load_hardware("cpu"), "1.9MB", space=space, **more))
+    plan = Plan.load(tmp_path / "plan.yaml")
+    assert plan.settings["units"] == "down1,down2,mid,up2,up1"
+    assert plan.workload is not None and plan.workload.units == plan.settings["units"]
+    assert plan.predicted is not None and plan.predicted.peak_bytes <= 1_900_000
+    assert any("Nothing repeats" in note for note in outcome.notes)
+    step, saving = unet(), dict.fromkeys(plan.settings["units"].split(","), SAVE)
+    assert set(plan.expand_planned().values()) != {SAVE}
+    assert equal(gradients(step, saving), gradients(step, plan))
+    with raises(PlanError):
+        apply(one_block().model, plan)
