@@ -21,14 +21,16 @@ from autockpt.runtime import attach
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import CHUNKED_LOSS, dump_choice
 from autockpt.schema.plan import Plan
-from autockpt.workload import discover_head
+from autockpt.workload import discover_head, discover_units
 from tests.evidence.bench.peers import PEERS, PLAIN
+from tests.evidence.bench.peers import Context as BenchContext
 from tests.evidence.bench.worker import PeerRunner
 from tests.gpu.items import Context
 from tests.gpu.measuring import plans, running
 from tests.gpu.shapes import Task
 
 OURS = "ours"
+RIVALS = (PLAIN, "recompute all", "every-n", "keep ops", "torch_remat", "offload all")
 Attach = Callable[[nn.Module], Callable[[], None]]
 
 
@@ -44,7 +46,7 @@ def job(context: Context) -> dict[str, Any]:
         context.keep(data)
     spec = WorkloadSpec.model_validate(task.spec)
     with running(spec, context.device, PeerRunner) as (runner, units):
-        rows = _rows(task, units, runner.device.kind) | _chunked_rows(task, runner, units)
+        rows = _rows(task, runner, units) | _chunked_rows(task, runner, units)
         alone = _alone(runner, rows)
         for budget in task.budgets:
             found = data["budgets"][budget]
@@ -114,19 +116,15 @@ def _searched(context: Context, task: Task, budget: str) -> dict[str, Any]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _rows(task: Task, units: list[str], kind: str) -> dict[str, Attach]:
-    """Everybody else's ways, as the bench has them."""
-    everything = list(range(len(units)))
-    found = {
-        "none": _peer(PLAIN, units, {"recompute": []}),
-        "recompute all": _peer("recompute all", units, {"recompute": everything}),
-        "every-2": _peer("every-n", units, {"recompute": everything[::2]}),
-        "every-4": _peer("every-n", units, {"recompute": everything[::4]}),
-        "keep matmuls and attention": _peer("keep ops", units, {"attention": True, "matmuls": 1}),
-        "keep attention": _peer("keep ops", units, {"attention": True, "matmuls": 0}),
-    }
-    if kind != "cpu":
-        found["save_on_cpu"] = _peer("offload all", units, {"pin_memory": True})
+def _rows(task: Task, runner: StepRunner, units: list[str]) -> dict[str, Attach]:
+    """Everybody else's ways, as the bench has them; of every n-th layer two."""
+    blocks = [unit for unit in discover_units(runner.workload.model) if unit.role == "block"]
+    context = BenchContext(runner.workload, blocks, budgets={}, plain_peak=None)
+    found: dict[str, Attach] = {}
+    for name in (rival for rival in RIVALS if not PEERS[rival].missing(runner.device.kind)):
+        for label, setting in PEERS[name].settings(context):
+            if name != "every-n" or label in ("2", "4"):
+                found[f"{name} {label}".strip()] = _peer(name, units, setting)
     for name, choices in plans(units, ("offload all", "recompute and offload")).items():
         found[f"our {name}"] = _ours({unit: dump_choice(choice) for unit, choice in choices.items()})
     for share in task.compiled:
