@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autockpt
 from autockpt.errors import ConflictError
@@ -22,6 +20,7 @@ from autockpt.schema.choices import GATHERED, RECOMPUTE, Choice, Recompute, Segm
 from autockpt.tracing import Tracer
 from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, WIDTH, Layer, Model, sharded, step_of
+from tests.policies.zoo import Ops, number
 from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
 
 NAMES = [f"layers.{i}" for i in range(LAYERS)]
@@ -34,16 +33,6 @@ PLANS: dict[str, dict[str, Choice]] = {
 }
 
 
-class Gathers(TorchDispatchMode):
-    """Counts all-gathers."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "allgather" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def layers_of(model: torch.nn.Module) -> list[Layer]:
     return [module for module in model.modules() if isinstance(module, Layer)]
 
@@ -53,11 +42,11 @@ def gathers_less(rank: int) -> list[str]:
     step, wrong = step_of("fsdp2", 2), []
 
     def gradients() -> tuple[int, list[torch.Tensor]]:
-        with Gathers() as gathers:
+        with Ops() as ops:
             step.forward_backward()
         found = [p.grad.to_local().clone() for p in step.model.parameters()]
         step.release_gradients()
-        return gathers.count, found
+        return number(ops.forward + ops.backward, "allgather"), found
 
     gradients()
     plain, expected = gradients()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -12,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import Choice, parse_choice
 from tests.device import DEVICE
 from tests.errors import raises
-from tests.policies.zoo import CASES, assert_as_plain, assert_equal, on, plain, train, trained
+from tests.policies.zoo import CASES, Ops, assert_as_plain, assert_equal, number, on, plain, train, trained
 
 KEEPS = ((), ("**",), ("fused_attention",), ("mlp.gate_proj", "self_attn.q_proj"))
 LIBRARY = torch.library.Library("autockpt_test", "FRAGMENT")
@@ -52,18 +50,6 @@ def model_of(then: Callable[[Tensor], Tensor]) -> nn.Module:
 
 def rows() -> Tensor:
     return torch.randn(128, 64).to(DEVICE)
-
-
-class Again(TorchDispatchMode):
-    """Counts the ops that run in backward, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.__name__.partition(".")[0]] += torch._C._current_graph_task_id() != -1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow
@@ -124,9 +110,9 @@ def test_what_runs_again(then: Callable[[Tensor], Tensor], keep: tuple[str, ...]
     with attach(model, on("01", remake(keep=keep))):
         for _ in range(4):
             loss = model(rows()).square().sum()
-            with Again() as again:
+            with Ops() as ops:
                 loss.backward()
-            assert again.counts[op] == 2 * times
+            assert number(ops.backward, f"aten.{op}.") == 2 * times
 
 
 def negative(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -63,16 +64,21 @@ class Row(nn.Module):
         return x
 
 
-class Calls(TorchDispatchMode):
-    """Counts the calls of one op."""
+class Ops(TorchDispatchMode):
+    """Counts the ops that run in ``forward`` and in ``backward``."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.op, self.count = op, 0
+        self.forward, self.backward = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is self.op
+        (self.forward if torch._C._current_graph_task_id() == -1 else self.backward)[str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+def number(ops: Counter[str], part: str) -> int:
+    """How many of them have this in their name, and are no op of a derivative."""
+    return sum(n for name, n in ops.items() if part in name and "backward" not in name)
 
 
 @dataclass(frozen=True)

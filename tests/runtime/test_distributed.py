@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.errors import ConflictError
@@ -29,7 +28,7 @@ from autockpt.schema.choices import (
     parse_choice,
 )
 from tests.errors import raises
-from tests.policies.zoo import CASES
+from tests.policies.zoo import CASES, Ops, number
 from tests.runtime.processes import in_two_processes, needs_gloo, two_steps
 
 pytestmark = pytest.mark.slow
@@ -39,21 +38,6 @@ NAMES = [f"model.layers.{i}" for i in range(3)]
 WAYS = ("ddp", "fsdp2", "fsdp2 in 16 bits")
 Choices = dict[str, Choice] | None
 SEGMENT: dict[str, Choice] = dict.fromkeys(NAMES, Segment(size=3))
-
-
-class Gathers(TorchDispatchMode):
-    """Counts the all-gathers of parameters, in forward and in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward = self.backward = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allgather" in str(func):
-            in_backward = torch._C._current_graph_task_id() != -1
-            self.backward += in_backward
-            self.forward += not in_backward
-        return func(*args, **(kwargs or {}))
 
 
 def shard(model: Any, way: str) -> Any:
@@ -126,10 +110,10 @@ def train(
             return out.loss
         return nn.functional.cross_entropy(out.logits.float().view(-1, 64), batch["labels"].view(-1))
 
-    with Gathers() as gathers:
+    with Ops() as ops:
         seen = two_steps(rank, wrapped.parameters(), loss_of)
     assert len(seen) == 2 * len(list(wrapped.parameters())) or way.startswith("fsdp1")
-    return Run(seen, (gathers.forward, gathers.backward), list(wrapped.state_dict()))
+    return Run(seen, (number(ops.forward, "allgather"), number(ops.backward, "allgather")), list(wrapped.state_dict()))
 
 
 def differ(wanted: Run, got: Run) -> bool:
