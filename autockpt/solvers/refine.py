@@ -1,4 +1,4 @@
-"""Solve, check, correct, solve again: a plan whose *real* peak fits and that no single change improves.
+"""Solve, check, correct, solve again: a plan whose *real* peak fits, and the best by bytes that are right around it.
 
 A Problem adds bytes up linearly; the check (a ghost run of the very plan) knows better, but costs 50 to 250 ms a
 call. Its readings shift the points' base bytes, so that the linear model is exact at the plan just seen and nearly so
@@ -14,17 +14,13 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from autockpt.schema.choices import Choice
-from autockpt.solvers.exact import exact, strongest
+from autockpt.solvers.exact import exact
 from autockpt.solvers.problem import (
     Assignment,
-    Option,
     Point,
     Problem,
     host_of,
-    option_of,
     peak_of,
     point_values,
     seconds_of,
@@ -32,7 +28,7 @@ from autockpt.solvers.problem import (
 
 Plan = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
-SLACK_SHARE = 0.002  # of the budget: most that a single change may be over it by the model and still be tried
+CAUTIOUS = 0.1  # share of what a refused plan missed that corrects the others, once some plan fits
 FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
 ROUNDS_PER_CALL = 4  # solver runs per allowed call, most of them answered from memory
 FAR_OFF = 0.05  # share of the least peak seen: where the model missed by more, it may overlook every plan that fits
@@ -58,16 +54,13 @@ Checker = Callable[[Plan], Checked]
 class Refined:
     """The best plan that the check let pass. ``assignment.peak`` and ``feasible`` are the check's, not the model's.
 
-    ``calls`` counts checks, remembered ones not included; ``settled`` says that no single change is left
-    that the corrected model deems possible (False: the calls ran out first). ``offsets`` (bytes per point) correct the
-    linear model around the plan and may be handed to the next ``refine`` of the same graph; by the head's choice.
+    ``offsets`` (bytes per point) correct the linear model around the plan and may be handed to the next ``refine`` of
+    the same graph; by the head's choice.
     """
 
     assignment: Assignment
     checked: Checked
     offsets: Offsets
-    calls: int
-    settled: bool
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -87,12 +80,10 @@ def refine(
     max_calls: int = 12,
     offsets: Offsets | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
-    ahead: Callable[[Sequence[Plan]], None] | None = None,
 ) -> Refined:
     """The fastest plan that fits by the check, with at most ``max_calls`` of these.
 
-    ``ahead`` is told of several plans that the check will probably be asked about, which can be looked at side by
-    side. ``remembered`` maps plans (choices in unit order) to checks, is consulted first and added to; share it
+    ``remembered`` maps plans (choices in unit order) to checks, is consulted first and added to; share it
     between calls for the same graph. Gains below a share ``FASTER`` of the step time are not looked for. Where the
     check passes no plan, the result is infeasible and holds the leanest plan seen; one call more is spent on the plan
     that keeps least where the model was far off. Raises ValueError for ``max_calls`` < 1.
@@ -100,9 +91,9 @@ def refine(
     if max_calls < 1:
         raise ValueError(f"refine needs at least one check, got max_calls={max_calls}")
     memory = {} if remembered is None else remembered
-    search = _Refinement(problem, check, max_calls, dict(offsets or {}), memory, ahead or (lambda plans: None))
-    settled = search.run()
-    return search.result(settled)
+    search = _Refinement(problem, check, max_calls, dict(offsets or {}), memory)
+    search.run()
+    return search.result()
 
 
 @dataclass
@@ -112,52 +103,54 @@ class _Refinement:
     limit: int
     offsets: dict[Choice | None, Sequence[int]]
     remembered: MutableMapping[tuple[Choice, ...], Checked]
-    ahead: Callable[[Sequence[Plan]], None]
     calls: int = 0
     best: dict[str, Choice] | None = None
     leanest: dict[str, Choice] | None = None
     host_offset: int = 0  # bytes that the host needs beyond what the problem's own numbers say
-    error: int = 0  # bytes by which the corrected model missed the last peak
-    largest_error: int = 0
+    largest_error: int = 0  # bytes by which the corrected model missed a peak
 
-    def run(self) -> bool:
-        """Alternate between re-solving and single changes until neither improves; False where calls ran out."""
-        settled = self._solve_until_settled()
+    def run(self) -> None:
+        """Solve; then solve with bytes that are exact at the best plan, until that finds no better one.
+
+        An allocator's fragmentation goes up and down from plan to plan: what one plan missed, another need not.
+        """
+        self._solve_until_settled()
         if self.best is None and self._plan_that_keeps_least_fits():
-            settled = self._solve_until_settled()
-        while settled and self.best is not None:
-            improved = self._improve_by_one_change()
-            if not improved:
-                return improved is not None
-            settled = self._solve_until_settled()
-        return settled
+            self._solve_until_settled()
+        before = None
+        while self.best is not before:
+            before = self.best
+            self.offsets[_head(self.problem, before)] = self._observed(before, self._checked(before))
+            self._solve_until_settled(CAUTIOUS)
 
-    def _solve_until_settled(self) -> bool:
-        """Solve under corrected bytes until the solver has nothing better to propose; False where calls ran out."""
+    def _solve_until_settled(self, share: float = 1.0) -> None:
+        """Solve under corrected bytes until the solver has nothing better to propose, or calls run out.
+
+        ``share``: of what bytes were off by for a plan that does not fit, as much corrects those of all others.
+        """
         seen: set[tuple[Choice, ...]] = set()
         for _ in range(ROUNDS_PER_CALL * self.limit):
             proposal = solved(self._within_host(), self.offsets)
             if self.best is not None and not (proposal.feasible and self._is_better(proposal.seconds)):
-                return True
+                return
             checked = self._ask(proposal.choices)
             if checked is None:
-                return False
+                return
             fits = self._note(proposal.choices, checked)
             observed = self._observed(proposal.choices, checked)
             key = self._key(proposal.choices)
             if key in seen and (fits or not proposal.feasible):
-                return True
+                return
             seen.add(key)
             if not fits and proposal.feasible:
                 # the stronger of the two corrections puts every plan refused so far out of reach
                 known = self._offsets(proposal.choices)
-                observed = tuple(max(a, b) for a, b in zip(known, observed, strict=True))
+                observed = tuple(a + math.ceil(share * max(0, b - a)) for a, b in zip(known, observed, strict=True))
             self.offsets[_head(self.problem, proposal.choices)] = observed
             if not self._fits_host(checked):
                 # what the host's pools round up by, which the problem's own numbers do not know
                 missed = checked.host_bytes - host_of(self.problem, proposal.choices)
                 self.host_offset = max(self.host_offset, missed)
-        return False
 
     def _plan_that_keeps_least_fits(self) -> bool:
         """Whether it does where none proposed did, asked only where the model is far off: corrected by what it missed
@@ -192,7 +185,7 @@ class _Refinement:
         return tuple(plan[unit.name] for unit in self.problem.units)
 
     def _ask(self, plan: Plan) -> Checked | None:
-        """The checked on a plan; None where it is unknown and no call is left."""
+        """What the check says of a plan; None where it is unknown and no call is left."""
         key = self._key(plan)
         if key not in self.remembered:
             if self.calls >= self.limit:
@@ -200,8 +193,8 @@ class _Refinement:
             self.calls += 1
             self.remembered[key] = self.check(plan)
         checked = self.remembered[key]
-        self.error = abs(checked.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
-        self.largest_error = max(self.largest_error, self.error)
+        error = abs(checked.peak_bytes - peak_of(shifted(self.problem, self._offsets(plan)), plan))
+        self.largest_error = max(self.largest_error, error)
         return checked
 
     def _is_better(self, seconds: float) -> bool:
@@ -221,52 +214,6 @@ class _Refinement:
     def _need(self, checked: Checked) -> tuple[bool, int]:
         """What plans are compared by: those within the host budget need less than all others."""
         return not self._fits_host(checked), checked.peak_bytes
-
-    def _improve_by_one_change(self) -> bool | None:
-        """Try single changes to cheaper options; True at the first that passes, None where calls ran out."""
-        assert self.best is not None
-        head = _head(self.problem, self.best)
-        self.offsets[head] = self._observed(self.best, self._checked(self.best))
-        before = self.best
-        changes = self._changes()
-        for number, plan in enumerate(changes):
-            if number % 2 == 0:
-                self.ahead(changes[number : number + 2])
-            checked = self._ask(plan)
-            if checked is None:
-                return None
-            self._note(plan, checked)
-            if self.best is not before:
-                self.offsets[head] = self._observed(self.best, checked)
-                return True
-        return False
-
-    def _changes(self) -> list[dict[str, Choice]]:
-        """Plans one change away that the corrected model deems possible, most seconds gained first.
-
-        Units with equal options are interchangeable but for their position: of one kind of change only the position
-        with the least peak is worth a call.
-        """
-        assert self.best is not None
-        now = [option_of(unit, self.best[unit.name]) for unit in self.problem.units]
-        peak_after = _changed_peaks(shifted(self.problem, self._offsets(self.best)), now)
-        tolerated = self.problem.budget_bytes + min(self.error, int(SLACK_SHARE * abs(self.problem.budget_bytes)))
-        host = self.problem.host_budget
-        host_room = math.inf if host is None else host - self._checked(self.best).host_bytes
-        kinds: dict[tuple[object, Choice, Choice], tuple[int, int, float]] = {}
-        for i, unit in enumerate(self.problem.units):
-            if unit.name == self.problem.head:
-                continue
-            for option in unit.options:
-                gain = now[i].seconds - option.seconds
-                if gain <= self._worthwhile() or option.host - now[i].host > host_room:
-                    continue
-                if (peak := peak_after(i, option)) <= tolerated:
-                    kind, change = (unit.options, now[i].choice, option.choice), (peak, i, gain)
-                    kinds[kind] = min(change, kinds.get(kind, change))
-        tried = [(gain, peak, i, choice) for (_, _, choice), (peak, i, gain) in kinds.items()]
-        tried.sort(key=lambda change: (-change[0], change[1]))
-        return [{**self.best, self.problem.units[i].name: choice} for _, _, i, choice in tried]
 
     def _observed(self, plan: Plan, checked: Checked) -> tuple[int, ...]:
         """Offsets per point that make the linear model agree with a checked."""
@@ -298,7 +245,7 @@ class _Refinement:
     def _worthwhile(self) -> float:
         return FASTER * max(abs(self.problem.base_seconds), 1e-9)
 
-    def result(self, settled: bool) -> Refined:
+    def result(self) -> Refined:
         plan = self.best or self.leanest
         assert plan is not None, "the first plan is always checked"
         checked = self._checked(plan)
@@ -309,7 +256,7 @@ class _Refinement:
             peak=checked.peak_bytes,
         )
         self.offsets[_head(self.problem, plan)] = self._observed(plan, checked)
-        return Refined(assignment, checked, self.offsets, self.calls, settled)
+        return Refined(assignment, checked, self.offsets)
 
 
 def solved(problem: Problem, offsets: Offsets) -> Assignment:
@@ -322,23 +269,6 @@ def solved(problem: Problem, offsets: Offsets) -> Assignment:
         units = (*others, head.model_copy(update={"options": (option,)}))
         answers.append(exact(shifted(problem.model_copy(update={"units": units}), offsets.get(option.choice, ()))))
     return min(answers, key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
-
-
-def _changed_peaks(problem: Problem, now: Sequence[Option]) -> Callable[[int, Option], int]:
-    """Peak bytes of a plan, by the problem's own numbers, were the i-th unit to take another option than ``now``."""
-    points = strongest(problem.points)
-    plan = {unit.name: option.choice for unit, option in zip(problem.units, now, strict=True)}
-    held = np.array(point_values(problem.model_copy(update={"points": points}), plan), dtype=np.int64)
-    prefix = np.array([p.prefix for p in points])
-    own = np.array([-1 if p.own is None else p.own for p in points])
-    forward = np.array([p.phase == "forward" for p in points])
-
-    def peak_after(i: int, new: Option) -> int:
-        needs = np.where(forward, new.forward - now[i].forward, new.backward - now[i].backward)
-        changed = held + (prefix > i) * (new.kept - now[i].kept) + (own == i) * needs
-        return int(changed.max(initial=0))
-
-    return peak_after
 
 
 def _head(problem: Problem, plan: Plan) -> Choice | None:

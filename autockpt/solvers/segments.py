@@ -8,7 +8,7 @@ ever. The first ones, because what a segment makes again is alive in backward wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Segment
 from autockpt.solvers.exact import exact
 from autockpt.solvers.problem import Option, Problem, UnitOptions, option_of
-from autockpt.solvers.refine import Checked, Checker, Offsets, Plan, Refined, refine, solved
+from autockpt.solvers.refine import Checked, Checker, Offsets, Refined, refine, solved
 
 SIZES = (2, 3, 4, 6, 8, 12)
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the units that may be in segments
@@ -86,7 +86,6 @@ def refine_segmented(
     max_calls: int,
     offsets: Offsets | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
-    ahead: Callable[[Sequence[Plan]], None] | None = None,
 ) -> Refined:
     """``refine``, and where the numbers say that segments are worth it, again with these: the better of the two.
 
@@ -94,7 +93,7 @@ def refine_segmented(
     ``CALLS`` more plans go to it.
     ``offsets`` are taken and given as by ``refine``: for the problem without segments.
     """
-    asking = partial(refine, check=check, remembered=remembered, ahead=ahead)
+    asking = partial(refine, check=check, remembered=remembered)
     plain = asking(problem, max_calls=max_calls, offsets=offsets)
     if segments is None:
         return plain

@@ -107,7 +107,7 @@ def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, acc
             assert seconds_of(problem, choices) == pytest.approx(extra, rel=0.02)
         tight = problem.model_copy(update={"budget_bytes": (leanest + base.peak_bytes) // 2})
         refined = refine(tight, lambda choices: Checked(tracer.trace(choices).peak_bytes))
-        assert refined.feasible and refined.settled
+        assert refined.feasible
         assert tracer.trace(refined.choices).peak_bytes <= tight.budget_bytes
 
 

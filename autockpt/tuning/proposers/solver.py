@@ -384,7 +384,6 @@ class SolverProposer(Proposer):
             self.cost_model.segments,
             max_calls=self._affordable(calls),
             remembered=self.checks,
-            ahead=self.cost_model.predictor.ahead,
         )
         fits_host = problem.host_budget is None or found.checked.host_bytes <= problem.host_budget
         return found.choices, fits_host and found.checked.peak_bytes <= problem.budget_bytes + free
