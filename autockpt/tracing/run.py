@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.checkpointing.recorded_call import RecordedUnit
 from autockpt.devices.accelerator import without_context
 from autockpt.devices.base import Transport
 from autockpt.devices.cpu import HostMemory
-from autockpt.devices.transport import transport_for
 from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
 from autockpt.interpreter import waiting
 from autockpt.policies.base import setting
@@ -40,7 +40,7 @@ from autockpt.tracing.kernels.flash_package import FLASH, NOTE, flash_on_ghosts
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import RealRecorder, Recorder
-from autockpt.tracing.transport import GhostHandle, NotingTransport
+from autockpt.tracing.transport import RecordingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.build import refuse_liger_on
 from autockpt.workload.failures import location, summary
@@ -77,6 +77,7 @@ class TracedRun:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._queues = False  # whether the device has copy queues
         self._recorded: dict[Any, RecordedUnit] = {}  # what calls of units have taught
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
@@ -160,7 +161,10 @@ class TracedRun:
             yield
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        """The way off the device that steps run on, or would."""
+        return RecordingTransport(self._kept, self._queues, self._recorder, tier)
+
+    def _kept(self, source: Tensor) -> Callable[[], Tensor]:
+        """What makes a device buffer with the bytes of a storage that leaves the device now."""
         raise NotImplementedError
 
     def _explained(self, error: BaseException) -> AutockptError:
@@ -275,8 +279,8 @@ class GhostRun(TracedRun):
         if self.mode.on_cuda:
             self.mode.capability = capability or capability_at(device) or AMPERE
 
-    def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        return NotingTransport(partial(GhostHandle, self.mode.allocate), self._queues, self.mode, tier)
+    def _kept(self, source: Tensor) -> Callable[[], Tensor]:
+        return partial(self.mode.allocate, source.numel())
 
     def _explained(self, error: BaseException) -> AutockptError:
         if isinstance(error, AutockptError):
@@ -294,8 +298,8 @@ class RecordedRun(TracedRun):
     source = "recorded"
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         super().__init__(RealRecorder(device))
+        self._device, self._queues = device, device.type not in WITHOUT_STREAMS
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         _check_fits(spec)
@@ -305,10 +309,10 @@ class RecordedRun(TracedRun):
         self._recorder.log.adopt(workload.tensors())
         self._start(workload)
 
-    def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        # what a device's own transport runs to make a copy is no op of the step
-        real = transport_for(self._device, tier)
-        return NotingTransport(real.send, real.copy_queues, self._recorder, tier, _disable_current_modes)
+    def _kept(self, source: Tensor) -> Callable[[], Tensor]:
+        with _disable_current_modes():  # neither an op of the step nor its memory
+            aside = source.clone()
+        return _disable_current_modes()(aside.clone)
 
     def _explained(self, error: BaseException) -> AutockptError:
         return step_failed(error, f"the training step ({self._recorder.last_op})")
