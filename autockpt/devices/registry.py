@@ -12,7 +12,7 @@ from autockpt.devices.base import Device
 from autockpt.devices.cpu import CpuDevice
 from autockpt.devices.cuda import CudaDevice
 from autockpt.errors import UsageError
-from autockpt.schema.base import closest
+from autockpt.schema.base import did_you_mean
 from autockpt.schema.device import WITHOUT_STREAMS
 
 # Kinds with a file of their own, the best first. All others that PyTorch has a module for are AcceleratorDevices.
@@ -39,11 +39,10 @@ def get_device(name: str | None = None) -> Device:
     kind, colon, number = name.partition(":")
     if not (kind in DEVICES or _has_module(kind)) or (colon and not number.isdecimal()):
         known = _known()
-        near = closest(kind, known)
-        meant = f" Did you mean {near}?" if near and near != kind else ""
+        meant = "" if kind in known else did_you_mean(kind, known)
         raise UsageError(
             f"unknown device {name!r}",
-            remedy=f"Known devices: {', '.join(known)}; one of several is written cuda:1.{meant}",
+            remedy=f"{meant}Known devices: {', '.join(known)}; one of several is written cuda:1.",
         )
     there = _count(kind)
     if not there:

@@ -67,14 +67,8 @@ def short(value: object) -> str:
     return f"<{type(value).__name__}>"
 
 
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The nearest known word, or None where none is near."""
-    by_lower = {k.lower(): k for k in known}
-    found = get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``Did you mean recompute? ``, to begin a remedy with; empty where no known word is near."""
-    near = closest(word, known)
-    return f"Did you mean {near}? " if near else ""
+    by_lower = {k.lower(): k for k in known}
+    near = get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
+    return f"Did you mean {by_lower[near[0]]}? " if near else ""

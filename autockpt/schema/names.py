@@ -15,7 +15,7 @@ from itertools import groupby, product
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from autockpt.errors import PlanError
-from autockpt.schema.base import closest
+from autockpt.schema.base import did_you_mean
 from autockpt.schema.choices import Choice
 
 T = TypeVar("T")
@@ -133,10 +133,9 @@ def _selected(entry: Entry[Any], names: Collection[str], more: Sequence[str]) ->
     found = pattern.select(names)
     if not found:
         names = [*names, *more]
-        near = closest(entry.pattern, fold(dict.fromkeys(names, "")))
         raise PlanError(
             entry.located(f"{entry.pattern!r} matches no unit of this model"),
-            remedy=f"Did you mean {near}?" if near else f"Units here: {listing(names)}.",
+            remedy=f"{did_you_mean(entry.pattern, fold(dict.fromkeys(names, '')))}Units here: {listing(names)}.",
         )
     for position, part in enumerate(pattern.parts):
         if isinstance(part, range):

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import UsageError
-from autockpt.schema.base import closest, short
+from autockpt.schema.base import did_you_mean, short
 from autockpt.schema.files import reason
 
 MAX_BYTES = 1_000_000
@@ -75,9 +75,8 @@ class Document:
         first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
         loc, kind = first["loc"], first["type"]
         if kind == "extra_forbidden":
-            near = closest(str(loc[-1]), model.model_fields) if len(loc) == 1 else None
-            hint = f"Did you mean {near!r}?" if near else "Remove it, or correct its spelling."
-            return self.complain(loc, f"unknown key {loc[-1]!r}", hint)
+            near = did_you_mean(str(loc[-1]), model.model_fields) if len(loc) == 1 else ""
+            return self.complain(loc, f"unknown key {loc[-1]!r}", f"{near}Remove it, or correct its spelling.")
         if kind == "missing":
             return self.complain(loc, f"{'.'.join(map(str, loc))!r} is missing", f"Add a line {loc[-1]}: …")
         if kind == "model_type" and not loc:

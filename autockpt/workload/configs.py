@@ -20,6 +20,7 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from autockpt.errors import AutockptError, WorkloadError
+from autockpt.schema.base import did_you_mean
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import ShapeDefaults, list_models, load_model_shape
 from autockpt.workload.factory import is_factory
@@ -101,9 +102,8 @@ def _from_file(path: Path, spec: WorkloadSpec) -> Any:
             remedy='Add "model_type": "llama", or whichever it is.',
         )
     if model_type not in CONFIG_MAPPING and "auto_map" not in data:
-        near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=1)
-        hint = f"Did you mean {near[0]}?" if near else "A newer transformers may know it."
-        raise WorkloadError(f"{path}: transformers knows no model_type {model_type!r}", remedy=hint)
+        remedy = did_you_mean(model_type, CONFIG_MAPPING) or "A newer transformers may know it."
+        raise WorkloadError(f"{path}: transformers knows no model_type {model_type!r}", remedy=remedy)
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
     except Exception as error:

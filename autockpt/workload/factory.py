@@ -8,12 +8,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
 from autockpt.errors import WorkloadError
+from autockpt.schema.base import did_you_mean
 from autockpt.schema.workload import WorkloadSpec, as_option
 from autockpt.workload.failures import explain, is_out_of_memory
 from autockpt.workload.step import Step
@@ -92,10 +92,8 @@ def _find(name: str) -> Callable[..., Any]:
         raise explain(error, f"importing {module_name}") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1)
-            raise WorkloadError(
-                f"{module_name} has nothing named {part!r}", remedy=f"Did you mean {near[0]}?" if near else _RETURNS
-            )
+            remedy = did_you_mean(part, dir(found)) or _RETURNS
+            raise WorkloadError(f"{module_name} has nothing named {part!r}", remedy=remedy)
         found = getattr(found, part)
     if not callable(found):
         raise WorkloadError(f"{name} is no function but of type {type(found).__name__}", remedy=_RETURNS)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autockpt.errors import PlanError, UsageError
-from autockpt.schema.base import closest
+from autockpt.schema.base import did_you_mean
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.names import (
     WRAPPED_ANYWHERE,
@@ -191,12 +191,11 @@ def _named(model: nn.Module, patterns: str) -> list[tuple[str, nn.Module]]:
                 remedy=f"Name its members: {selected[0]}.*",
             )
         if not called:
-            near = closest(pattern, [*modules, *fold(dict.fromkeys(modules, ""))])
+            near = did_you_mean(pattern, [*modules, *fold(dict.fromkeys(modules, ""))])
             inside = listing(n for n in modules if "." not in n)
             raise UsageError(
                 f"units {pattern!r}: the model has no such module",
-                remedy=(f"Did you mean {near}? " if near else "")
-                + f"Outermost modules: {inside}. * stands for one component of a name, 0-11 for a range of indices.",
+                remedy=f"{near}Outermost modules: {inside}. * stands for one component, 0-11 for a range of indices.",
             )
         found.update(called)
     for name in found:
