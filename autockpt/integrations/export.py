@@ -1,7 +1,7 @@
 """A plan as the nearest setting of a trainer that has activation checkpointing of its own, and what is lost.
 
 A trainer is a function and a line in ``TARGETS``. No setting keeps more of a layer than the plan where the trainer can
-do without.
+do without. Layers are matched by their order: some trainers have models of their own.
 
 transformers and TRL: arguments of their trainers, as of September 2026. axolotl: keys of its YAML, as of July 2026
 (``utils/schemas/config.py``, ``docs/gradient_checkpointing.qmd``). torchtitan: ``[activation_checkpoint]`` of its TOML
@@ -24,7 +24,6 @@ from autockpt.schema.plan import Comparison, Plan
 from autockpt.schema.sizes import format_binary
 
 _CHECKPOINTING = "gradient_checkpointing"  # the spelling that every version of transformers and axolotl has
-_BY_ORDER = "has models of its own: layers are matched by their order"
 
 
 class Exported(Data):
@@ -84,16 +83,13 @@ def export(plan: Plan, target: str) -> Exported:
         )
     wanted = read(plan)
     setting = TARGETS[target](wanted)
-    losses, notes = list(losses_of(wanted, setting)), list(setting.notes)
+    losses = list(losses_of(wanted, setting))
+    notes = [*setting.notes, *_figures(plan.baselines, setting.done_to(wanted.layers))]
     if plan.smaller_batches:
         sets = f"{len(plan.smaller_batches)} more sets of choices, for smaller batches"
         losses.append(f"{sets}: these settings are for the largest")
     if gathered := [pattern for pattern, choice in plan.choices.items() if choice.gathered]:
         losses.append(f"{listing(gathered)}: weights are gathered again for backward, unless the trainer keeps all")
-    if figures := _figures(plan.baselines, setting.done_to(wanted.layers)):
-        notes.append(figures)
-    elif losses and plan.status != "unmeasured":
-        notes.append("the plan's peak and step time were found for the plan, not for this setting")
     head = [f"The nearest setting of {target} to an autockpt plan."]
     head += ["What is lost:", *(f"- {loss}" for loss in losses)] if losses else ["Nothing is lost."]
     head += [f"Note: {note}" for note in notes]
@@ -136,17 +132,15 @@ def _grouped(choices: dict[str, Any]) -> Iterable[tuple[Any, list[str]]]:
         yield kind, [name for name, k in choices.items() if k == kind]
 
 
-def _figures(baselines: Iterable[Comparison], does: dict[str, str]) -> str:
-    """What a plan's search found about this very setting; "" where it is none of the usual plans compared there."""
+def _figures(baselines: Iterable[Comparison], does: dict[str, str]) -> Iterable[str]:
+    """What a plan's search found about this very setting, where it is one of the usual plans compared there."""
     usual = known_plans(list(does), ("recompute", "offload", "recompute_offload"))
     for row in baselines:
         reading = row.measured or row.predicted
         if reading is not None and {unit: c.kind for unit, c in usual.get(row.name, {}).items()} == does:
             how = "measured" if row.measured is not None else "predicted"
             said = f"the plan's search {how} this setting (`{row.name}`): {words.step_of(reading)} a step"
-            fits = "" if row.verdict != "over_budget" else ", over the plan's budget"
-            return f"{said}, peak {format_binary(reading.peak_bytes)}{fits}"
-    return ""
+            yield f"{said}, peak {format_binary(reading.peak_bytes)}"
 
 
 def nearest_stride(wanted: LayerChoices, first: Callable[[int], int]) -> tuple[int, list[str]]:
@@ -169,10 +163,7 @@ def transformers(wanted: LayerChoices) -> Setting:
     options, kind, notes = [f"  every_n_layers: {stride}"] if stride > 1 else [], "recompute", ()
     if wanted.all_are("offload", "recompute_offload"):
         options, kind = [*options, "  offload: true"], "recompute_offload"
-        notes = (
-            "`offload` needs a transformers of September 2026 or later",
-            "transformers copies on the compute stream; a plan's copies run concurrently with it (slower)",
-        )
+        notes = ("`offload` needs a transformers of September 2026 or later",)
     lines = [f"{_CHECKPOINTING}: true", *([f"{_CHECKPOINTING}_kwargs:", *options] if options else [])]
     return Setting(lines, picked, kind, notes)
 
@@ -197,8 +188,7 @@ def axolotl(wanted: LayerChoices) -> Setting:
         return Setting([f"{_CHECKPOINTING}: false"], [])
     layers, on = list(wanted.layers), f"{_CHECKPOINTING}: true"
     if wanted.all_are("offload"):
-        notes = ("axolotl asks for gradient_checkpointing with offloading, and then moves instead of recomputing",)
-        return Setting([on, "activation_offloading: true"], layers, "offload", notes)
+        return Setting([on, "activation_offloading: true"], layers, "offload")
     if wanted.all_are("recompute_offload", "offload"):
         return Setting([on, "activation_offloading: hidden_states"], layers, "recompute_offload")
     if wanted.all_are("keep_attention"):
@@ -218,7 +208,7 @@ def torchtitan(wanted: LayerChoices) -> Setting:
         mode = ['mode = "full"'] if stride == 1 else ['mode = "selective"', f'selective_ac_option = "{stride}"']
         python = "FullAC.Config()" + ("  (all layers: these have no stride)" if stride > 1 else "")
     lines = ["[activation_checkpoint]", *mode, f"# torchtitan with Python configs: activation_checkpoint={python}"]
-    return Setting(lines, picked, notes=(f"torchtitan {_BY_ORDER}",))
+    return Setting(lines, picked)
 
 
 def megatron(wanted: LayerChoices) -> Setting:
@@ -228,17 +218,17 @@ def megatron(wanted: LayerChoices) -> Setting:
     layers save, n less than all, and excludes recompute.
     """
     names, count = list(wanted.layers), len(wanted.to_free)
-    notes = (f"Megatron {_BY_ORDER}",)
     if not count:
-        return Setting(["# no flag is needed"], [], notes=notes)
+        return Setting(["# no flag is needed"], [])
     if wanted.all_are("offload") and count < len(names):
         flags = ["--cpu-offloading", f"--cpu-offloading-num-layers {count}"]
-        notes += ("offloading needs Transformer Engine and takes no pipeline stages and no recompute",)
+        notes = ("offloading needs Transformer Engine and takes no pipeline stages and no recompute",)
         return Setting(flags, names[:count], "offload", notes)
-    method = ["--recompute-method uniform", "--recompute-num-layers 1"]
-    if count < len(names):
+    if count == len(names):
+        method, notes = ["--recompute-method uniform", "--recompute-num-layers 1"], ()
+    else:
         method = ["--recompute-method block", f"--recompute-num-layers {count}"]
-        notes += ("the number is per pipeline stage: divide it by the number of stages",)
+        notes = ("the number is per pipeline stage: divide it by the number of stages",)
     return Setting(["--recompute-granularity full", *method], names[:count], notes=notes)
 
 
