@@ -197,12 +197,6 @@ class _Verification:
             self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
         if isinstance(self.subject, WorkloadSpec) and not made_for(self.plan, self.subject):
             self.notes.append(OTHER_WORKLOAD)
-        if self.plan.status == "simulated":
-            self.notes.append(
-                f"what the plan promises was simulated for {simulated_for(self.plan)}; it was never measured. "
-                f"Here it ran on {self.measurer.environment.device.name}. `autockpt search --resume` makes a measured "
-                "plan from it."
-            )
         checks = (self.gradients(), self._sentinels(), *self._promises())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
 
