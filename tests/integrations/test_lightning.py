@@ -12,36 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import UsageError
 from autockpt.policies.base import attached_to
 from autockpt.schema import Plan
 from tests.errors import raises
+from tests.integrations.runs import Runs
 from tests.policies.zoo import CASES, assert_equal
 
 LLAMA = CASES["llama"]
 CHOICES = {"model.layers.0": "recompute", "model.layers.1": "save", "model.layers.2": "offload"}
 LIBRARY = next((n for n in ("lightning.pytorch", "pytorch_lightning") if find_spec(n.partition(".")[0])), None)
 needs_lightning = pytest.mark.skipif(LIBRARY is None, reason="neither lightning nor pytorch_lightning is installed")
-
-
-class Reruns(torch.utils.data.Dataset[int]):
-    """How often the first layer ran, and ran again in backward: a rerun leaves data sets alone, and puts back what it
-    finds changed in others."""
-
-    ran = again = 0
-
-    def count(self, *_: Any) -> None:
-        again = (recomputing() or "").endswith("model.layers.0")
-        self.again += again
-        self.ran += torch.is_grad_enabled() and not again
-
-
-def reruns(model: nn.Module) -> Reruns:
-    """Counts runs of a model's first layer."""
-    counted = Reruns()
-    model.model.model.layers[0].mlp.register_forward_pre_hook(counted.count)
-    return counted
 
 
 def module(way: str) -> Any:
@@ -102,10 +83,10 @@ def callback() -> Any:
 def test_the_same_weights_come_out(tmp_path, way, more):
     plain, planned, one = module(way), module(way), callback()
     fit(plain, tmp_path, [], **more)
-    counted = reruns(planned)
+    counted = Runs(planned)
     fit(planned, tmp_path, [one], **more)
     assert_equal(dict(planned.named_parameters()), dict(plain.named_parameters()))
-    assert counted.again == counted.ran == 4 and not any(planned.caches)
+    assert counted.again == counted.trained == 4 and not any(planned.caches)
     assert untouched(planned) and "removed" in str(one.handle)
 
 

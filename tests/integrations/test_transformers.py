@@ -12,12 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autockpt.checkpointing.replay_context import recomputing
 from autockpt.errors import ConflictError, PlanError
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.policies.base import attached_to
 from autockpt.schema.plan import Plan
 from tests.errors import raises
+from tests.integrations.runs import Runs
 from tests.policies.zoo import CASES, assert_equal
 
 pytestmark = pytest.mark.slow
@@ -28,29 +28,17 @@ ROWS = [{"input_ids": r, "labels": r} for r in LLAMA.batch()["input_ids"]]
 accelerate = pytest.importorskip("accelerate")
 
 
-class Reruns(transformers.TrainerCallback):
-    """Counts how often the first layer runs, in training and once more in backward; generates after every step."""
+class Generates(transformers.TrainerCallback):
+    """After every step."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.ran = self.again = self.cached = 0
+    def __init__(self) -> None:
         self.generated: list[Tensor] = []
-        layer = next(m for n, m in model.named_modules() if n.endswith("model.layers.0"))
-        layer.mlp.register_forward_pre_hook(self._ran)
-        model.register_forward_hook(self._answered)
-
-    def _ran(self, *_: Any) -> None:
-        again = (recomputing() or "").endswith("model.layers.0")
-        self.again += again
-        self.ran += torch.is_grad_enabled() and not again
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         ids = ROWS[0]["input_ids"][None, :8]
         self.generated.append(
             kwargs["model"].generate(input_ids=ids, max_new_tokens=4, do_sample=False, use_cache=True)
         )
-
-    def _answered(self, module: Any, args: Any, output: Any) -> None:
-        self.cached += not torch.is_grad_enabled() and output.get("past_key_values") is not None
 
 
 def plan(choices: dict[str, str] = CHOICES) -> Plan:
@@ -100,15 +88,13 @@ BUSY = {
 @pytest.mark.parametrize("more", [{}, BUSY | {"bf16": True}], ids=["plain", "busy in bf16"])
 def test_the_same_weights_come_out(tmp_path, capfd, more):
     model, twin = LLAMA.make(), LLAMA.make()
-    counted, plainly = Reruns(twin), Reruns(model)
-    callback = AutockptCallback(plan())
-    trainer(tmp_path / "without", model, [plainly], **more).train()
-    with_plan = trainer(tmp_path / "with", twin, [callback, counted], **more)
-    with_plan.train()
+    counted, plainly, callback = Runs(twin), Runs(model), AutockptCallback(plan())
+    trainer(tmp_path / "without", model, [first := Generates()], **more).train()
+    trainer(tmp_path / "with", twin, [callback, second := Generates()], **more).train()
     assert_equal(weights(twin), weights(model))
-    assert counted.again == counted.ran >= 4 and plainly.again == 0
+    assert counted.again == counted.trained >= 4 and plainly.again == 0
     assert counted.cached == plainly.cached >= 16  # tokens that were generated with a KV cache
-    assert len(counted.generated) == 4 and all(map(torch.equal, counted.generated, plainly.generated))
+    assert len(first.generated) == 4 and all(map(torch.equal, first.generated, second.generated))
     assert untouched(twin)
     assert callback.handle is not None and callback.handle.attached.keys() == CHOICES.keys()
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("autockpt: ")]
@@ -160,11 +146,13 @@ def test_adapters_on_a_base(tmp_path, frozen):
         return model
 
     model, twin = make(), make()
-    counted = Reruns(twin)
-    trainer(tmp_path / "without", model, [Reruns(model)]).train()
-    trainer(tmp_path / "with", twin, [AutockptCallback(plan()), counted], save_strategy="steps", save_steps=2).train()
+    counted = Runs(twin)
+    trainer(tmp_path / "without", model, [Generates()]).train()
+    trainer(
+        tmp_path / "with", twin, [AutockptCallback(plan()), Generates()], save_strategy="steps", save_steps=2
+    ).train()
     assert_equal(weights(twin), weights(model))
-    assert counted.again == counted.ran == 4
+    assert counted.again == counted.trained == 4
     assert (tmp_path / "with" / "checkpoint-2" / "adapter_model.safetensors").exists()
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
-from autockpt.checkpointing.replay_context import recomputing
 from autockpt.devices.cpu import allocator_peak
 from autockpt.errors import UsageError
 from autockpt.integrations.transformers import AutockptCallback
@@ -20,6 +19,7 @@ from autockpt.schema.plan import Plan
 from autockpt.tracing import Tracer
 from autockpt.workload.storages import nested_tensors, storage_bytes
 from tests.errors import raises
+from tests.integrations.runs import Runs
 from tests.integrations.test_transformers import LLAMA, accelerate, tokenizer, untouched, weights
 from tests.policies.zoo import assert_equal
 
@@ -33,8 +33,8 @@ STEPS = 20
 PROMPT, COMPLETION = 24, 104
 LAYERS = "model.layers.*"
 MIXED = {
-    "model.layers.0": "recompute_offload",
-    "model.layers.1": {"kind": "selective", "keep": ["fused_attention", "mlp.up_proj"]},
+    "model.layers.0": {"kind": "selective", "keep": ["fused_attention", "mlp.up_proj"]},
+    "model.layers.1": "recompute_offload",
     "model.layers.2": {"kind": "remake", "keep": ["**"]},
 }
 PLANS: dict[str, dict[str, Any]] = {
@@ -43,12 +43,12 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-class Watched(transformers.TrainerCallback):
-    """The loss of every micro-batch; how often the second layer ran with gradients, without any, and once more."""
+class Watched(Runs):
+    """Notes the loss of every micro-batch, too."""
 
     def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer.model)
         self.losses: list[Tensor] = []
-        self.trained = self.looked = self.again = self.cached = 0
         step = trainer.training_step
 
         def noted(*args: Any, **kwargs: Any) -> Tensor:
@@ -56,17 +56,6 @@ class Watched(transformers.TrainerCallback):
             return loss
 
         trainer.training_step = noted
-        layer = next(m for n, m in trainer.model.named_modules() if n.endswith("model.layers.1"))
-        layer.self_attn.register_forward_pre_hook(self._ran, with_kwargs=True)
-
-    def _ran(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if recomputing() is not None:
-            self.again += 1
-        elif torch.is_grad_enabled():
-            self.trained += 1
-        else:
-            self.looked += 1
-            self.cached += kwargs.get("past_key_values") is not None
 
 
 def trainer(cls: str, folder: Path, lora: Any, callbacks: list[Any], **more: Any) -> Any:
