@@ -23,7 +23,7 @@ from autockpt.errors import AutockptError, RerunMismatch, UsageError
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import Segment
 from tests.errors import raises
-from tests.policies.zoo import Row, assert_as_plain, bytes_alive_after, on
+from tests.policies.zoo import Row, assert_as_plain, bytes_alive_after, on, trained
 
 RERUNNING = (
     "recompute",
@@ -388,21 +388,19 @@ def test_calls_in_a_captured_graph_are_said_to_be_unchecked(monkeypatch: pytest.
 
 
 class Convolution(nn.Module):
+    """In channels last."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(torch.nn.functional.silu(self.first(x)))
-
-    def change(self) -> None:
-        self.first.weight.data.mul_(0.9)
+        return x + self.second(nn.functional.silu(self.first(x)))
 
 
 class Gate(nn.Module):
     """Of what its buffer leads to only a tensor is saved that has no gradient."""
-
-    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,31 +411,27 @@ class Gate(nn.Module):
         h = self.up(x)
         with torch.no_grad():
             gate = torch.sigmoid(h * self.scale)
-        return x + self.down(torch.nn.functional.gelu(h)) * gate
-
-    def change(self) -> None:
-        self.scale.data.mul_(0.9)
+        return x + self.down(nn.functional.gelu(h)) * gate
 
 
 @pytest.mark.parametrize(
-    ("unit", "kind"),
+    ("unit", "changed", "batch", "kind"),
     # `selective` keeps what a convolution returns: backward alone reads its weight, as in plain training
-    [(unit, kind) for unit in (Convolution, Gate) for kind in ("recompute", "remake")] + [(Gate, "selective")],
+    [(Convolution, "first.weight", (2, 8, 6, 6), kind) for kind in ("recompute", "remake")]
+    + [(Gate, "scale", (2, 16), kind) for kind in ("recompute", "remake", "selective")],
 )
-def test_a_change_by_data_before_backward_is_found_soon(unit, kind) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(unit() for _ in range(2)))
-    shape = (2, 16) if unit is Gate else (2, 8, 6, 6)
-    x = torch.randn(shape)
-    if unit is Convolution:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    with attach(model, on("01", kind), sentinels="sample") as session:
-        for _ in range(4):
-            model(x).square().mean().backward()
-        assert session.proof().samples > 0
-        with raises(RerunMismatch):
-            for _ in range(12):  # a checked call among them
-                loss = model(x).square().mean()
-                for each in model:
-                    each.change()
-                loss.backward()
+def test_a_change_by_data_before_backward_is_found_soon(unit, changed, batch, kind) -> None:
+    def change(model: Any, step: int) -> None:
+        for each in model if step >= 4 else ():
+            dict([*each.named_parameters(), *each.named_buffers()])[changed].data.mul_(0.9)
+
+    shape = {"memory_format": torch.channels_last} if len(batch) == 4 else {}
+    with raises(RerunMismatch):  # in a checked call
+        trained(
+            lambda: nn.Sequential(unit(), unit()),
+            on("01", kind),
+            lambda: torch.randn(batch).to(**shape),
+            16,
+            between=change,
+            sentinels="sample",
+        )

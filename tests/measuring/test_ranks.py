@@ -23,7 +23,7 @@ from autockpt.measuring import Ranks, ranks
 from autockpt.schema.choices import RECOMPUTE
 from tests.errors import raises
 from tests.measuring.sharded_models import WIDTH, sharded, squares, step_of
-from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
+from tests.runtime.processes import in_processes, in_two_processes, meet, needs_gloo
 
 pytestmark = [pytest.mark.slow, needs_gloo]
 
@@ -142,8 +142,7 @@ def test_ranks_that_do_not_ask_alike_are_refused_on_all(tmp_path: Path) -> None:
 
 def fails(rank: int, folder: str, where: str) -> None:
     """Rank 1 raises in the middle of a step, or where no collective follows; what each rank is told."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    meet(rank, folder)
     model, calls = sharded("fsdp2", 2), []
 
     def fail_late() -> None:
@@ -186,8 +185,7 @@ def test_a_rank_that_fails_leaves_no_other_waiting(tmp_path: Path, where: str) -
 
 def leaves(rank: int, folder: str) -> None:
     """Rank 1 is gone before the first step is asked for; what the other is told."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    meet(rank, folder)
     with Ranks(step_of("ddp", 2), "question") as measurer:
         if rank == 0:
             with pytest.raises(MeasurementError) as caught:

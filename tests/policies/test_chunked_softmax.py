@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autockpt.errors import ConflictError
 from autockpt.policies.lazy_logits import LazyLogits
 from autockpt.runtime import attach
-from autockpt.schema.choices import CHUNKED_SOFTMAX, ChunkedLoss, ChunkedSoftmax
+from autockpt.schema.choices import ChunkedLoss, ChunkedSoftmax
 from tests.errors import raises
 from tests.policies import heads
 from tests.policies.heads import assert_same, batch, gradients, small_llama, step
@@ -214,16 +214,6 @@ def test_what_needs_a_cast_as_a_whole_after_its_loss_is_refused(use):
         F.cross_entropy(cast.view(-1, 64), batch()["labels"].view(-1))
         with raises(ConflictError, "lm_head", "chunked_softmax"):
             use(cast)
-
-
-# --- attaching
-
-
-@pytest.mark.parametrize("unit", ["model.layers.0", "model.layers.0.mlp", "model.norm", "model.embed_tokens"])
-def test_other_units_are_refused_by_name(unit):
-    model = small_llama()()
-    with raises(ConflictError, "chunked_softmax", unit):
-        attach(model, {unit: CHUNKED_SOFTMAX})
 
 
 # --- memory

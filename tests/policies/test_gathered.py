@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +20,7 @@ from autockpt.tracing import Tracer
 from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, WIDTH, Layer, Model, sharded, step_of
 from tests.policies.zoo import Ops, number
-from tests.runtime.processes import in_processes, in_two_processes, needs_gloo
+from tests.runtime.processes import in_processes, in_two_processes, meet, needs_gloo
 
 NAMES = [f"layers.{i}" for i in range(LAYERS)]
 AGAIN = Recompute(gathered=True)
@@ -138,8 +137,7 @@ def test_a_gathered_layer_is_gathered_once_less(tmp_path: Path) -> None:
 
 
 def measured_peaks(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    meet(rank, folder)
     with Ranks(step_of("fsdp2", 2), "question") as measurer:
         if rank:
             measurer.serve()

@@ -53,10 +53,14 @@ def two_steps(
     return seen
 
 
-def _one_process(rank: int, work: Callable[[int], list[str]], folder: str) -> None:
+def meet(rank: int, folder: str, number: int = 2, **options: Any) -> None:
+    """Begin as one of so many. They meet by way of a file: a free port may be taken by others before it is used."""
     torch.set_num_threads(1)
-    # they meet by way of a file: a free port may be taken by others before it is used
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=number, **options)
+
+
+def _one_process(rank: int, work: Callable[[int], list[str]], folder: str) -> None:
+    meet(rank, folder)
     wrong = work(rank)
     dist.barrier()
     Path(folder, f"{rank}.txt").write_text("\n".join(wrong))

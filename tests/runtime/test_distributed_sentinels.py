@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +19,7 @@ from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
 from tests.policies.zoo import Row
-from tests.runtime.processes import in_processes, needs_gloo
+from tests.runtime.processes import in_processes, meet, needs_gloo
 
 pytestmark = pytest.mark.slow
 
@@ -39,9 +38,7 @@ def model_of(*, wrong: bool) -> Any:
 
 
 def two_steps(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    meet(rank, folder, timeout=timedelta(seconds=120))
     model = nn.parallel.DistributedDataParallel(model_of(wrong=rank == 1))
     attach(model, {"units.0": RECOMPUTE, "units.1": RECOMPUTE})
     seen = []
@@ -66,8 +63,7 @@ def test_the_other_rank_sees_this_one_gone_instead_of_waiting(tmp_path: Path) ->
 
 def sharded(rank: int, folder: str) -> None:
     """By FSDP2, and by DTensor within a layer: how many tensors were compared, and whether a mismatch is seen."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=1)
+    meet(rank, folder, 1)
     mesh, seen = init_device_mesh("cpu", (1,)), []
     for wrong in (False, True):
         for split in (_by_fsdp, _by_dtensor):
