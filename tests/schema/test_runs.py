@@ -232,17 +232,6 @@ def test_an_unwritable_place_is_an_error(tmp_path: Path) -> None:
     assert "--out" in caught.value.remedy
 
 
-def test_a_plan_edited_by_hand_is_kept(tmp_path: Path) -> None:
-    run = enter(tmp_path)
-    run.write_plan(plan())
-    run.write_plan(plan(OFFLOAD))
-    assert run.plan() == plan(OFFLOAD) and not list(run.path.glob("plan.yaml.*")), "our own plan is replaced"
-    text = run.plan_path.read_text().replace("h.0: offload", "h.0: recompute")
-    run.plan_path.write_text(text)
-    run.write_plan(plan())
-    assert run.plan() == plan() and (run.path / "plan.yaml.1").read_text() == text
-
-
 def scored(number: int, peak: int, seconds: float, **more) -> Trial:
     return samples.trial(number, measured=Measurement(peak_bytes=peak, step_seconds=seconds), **more)
 
