@@ -15,12 +15,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from autockpt.errors import AutockptError, MeasurementError
 from autockpt.interpreter import with_room
 from autockpt.measuring.failures import device_lost, letting_go
+from autockpt.process import be_killed_first
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.workload import WorkloadSpec
 
@@ -76,8 +76,7 @@ class Worker:
 def main(descriptor: int) -> None:
     """Serve the connection until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to act on
-    with suppress(OSError):  # where the system runs out of memory, it should end this and not the parent with results
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    be_killed_first()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # where a user's factory lies
     os.set_inheritable(descriptor, False)

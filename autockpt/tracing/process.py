@@ -24,7 +24,7 @@ import torch
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.errors import AutockptError, GhostError, how_it_ended
 from autockpt.interpreter import with_room
-from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines, wait
+from autockpt.process import Child, ChildDied, ChildSilent, be_killed_first, child_environment, last_lines, wait
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import Source
 from autockpt.tracing.kernels.cuda_kernels import Capability
@@ -163,7 +163,8 @@ class GhostProcess:
             return GhostError(f"a kernel slipped through and touched ghost memory{place and f' at {place}'}")
         if code == -signal.SIGKILL:
             return GhostError(
-                "the tracer's process was killed; most likely the machine is out of memory", remedy="Free memory."
+                "the tracer's process was killed; most likely the machine is out of memory",
+                remedy="Free memory, or use a smaller configuration or batch of the same model.",
             )
         log, _, _ = last_lines(self._log, 200).partition("Fatal Python error")  # faulthandler's, below the reason
         tail = next(reversed(log.strip().splitlines()), "")
@@ -243,6 +244,7 @@ def _be_a_child() -> None:
     Nothing is compiled here. Importing bitsandbytes, as PEFT does, would take a second for a compiler otherwise.
     """
     faulthandler.enable(2, all_threads=False)  # to the log
+    be_killed_first()
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ImportError, OSError, ValueError):

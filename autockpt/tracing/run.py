@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autockpt.checkpointing.recorded_call import RecordedUnit
 from autockpt.devices.accelerator import without_context
 from autockpt.devices.base import Transport
-from autockpt.devices.cpu import HostMemory
-from autockpt.errors import AutockptError, GhostError, TracingError, UsageError
+from autockpt.errors import AutockptError, GhostError, UsageError
 from autockpt.interpreter import waiting
 from autockpt.policies.base import setting
 from autockpt.policies.rematerialize import recipes_known
@@ -44,10 +43,7 @@ from autockpt.tracing.transport import RecordingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.build import refuse_liger_on
 from autockpt.workload.failures import location, summary
-from autockpt.workload.storages import storage_bytes
 
-_STATES_PER_WEIGHT = 4  # weights, gradients, and two states
-_MOST_OF_MEMORY = 0.7
 MICRO_BATCHES = 2
 """That tell of a cycle what more of them would: gradients are there in the second, and all after it are like it."""
 RECURRENT = (
@@ -302,7 +298,6 @@ class RecordedRun(TracedRun):
         self._device, self._queues = device, device.type not in WITHOUT_STREAMS
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
-        _check_fits(spec)
         self.take(build(_traced(spec), self._device))
 
     def take(self, workload: Step) -> None:
@@ -333,26 +328,6 @@ def capability_at(device: torch.device) -> Capability | None:
         ask = partial(torch.cuda.get_device_capability, device)
         return without_context("cuda", ask) or ask()  # counting GPUs may have started CUDA, which no fork has then
     return None
-
-
-def _check_fits(spec: WorkloadSpec) -> None:
-    """Raise TracingError where weights, gradients and optimizer states would take most of the host's free memory."""
-    mode = GhostMode(GhostMemory())
-    mode.building = True
-    try:
-        with mode:
-            workload = build(_traced(spec), "cpu")
-            weights = storage_bytes(workload.model.parameters())
-            batch = workload.resident_bytes() - weights
-    except Exception:  # whatever it is, the real attempt will say it better
-        return
-    states, free = _STATES_PER_WEIGHT * weights, HostMemory().free()
-    if states + batch > _MOST_OF_MEMORY * free:
-        raise TracingError(
-            f"a real step takes more than {states / 2**30:.1f} GiB for weights, gradients and optimizer states, and "
-            f"{batch / 2**30:.1f} GiB for its batch; {free / 2**30:.1f} GiB are free",
-            remedy="Trace a smaller configuration or batch of the same model, or use a machine with more memory.",
-        )
 
 
 def refine(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:
