@@ -57,19 +57,12 @@ def said_of_cuts(graph: Graph, cuts: Sequence[str]) -> str:
 
 
 def said_of_left_out(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
-    """A sentence on modules that hold much of the peak and are no units, the largest first; none where they hold less.
+    """A sentence on modules that keep much of the peak for backward and are no units, the largest first; else none.
 
     ``graph`` saves everything; ``outside`` are the modules that were called outside of units and of the output head.
     """
-    line = list(graph.timeline())
-    peak = max(range(len(line)), key=line.__getitem__, default=0)
-    held: dict[str, int] = defaultdict(int)
-    cuts = find_cuts(graph, outside)
-    for storage in graph.storages:
-        if storage.kind == "activation" and storage.birth >= 0 and storage.alive_at(peak):
-            module = graph.ops[storage.birth].module
-            for cut in {module, *ancestors(module)}.intersection(cuts):
-                held[cut] += storage.bytes
+    kept, _ = bytes_of_modules(graph)
+    held = {cut: kept[cut] for cut in find_cuts(graph, outside)}
     total = sum(held.values())
     if not total or total < MUCH * graph.peak_bytes:
         return ()
