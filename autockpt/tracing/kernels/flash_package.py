@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autockpt.errors import WorkloadError
@@ -69,21 +68,15 @@ def _flash(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **_: Any,
+    **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: heads before positions in, positions before heads out."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    size = value.size(-1)
-    value = F.pad(value, [0, query.size(-1) - size]) if size != query.size(-1) else value
+    """transformers' own call of PyTorch's attention, without a mask: heads before positions in, after them out."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if attention_mask is not None:
         query, key, value = (_gathered(t) for t in (query, key, value))
-    shared = key.size(1) != query.size(1)
-    output = F.scaled_dot_product_attention(
-        query, key, value, None, dropout, causal and query.size(2) > 1, scale=scaling, enable_gqa=shared
-    ).transpose(1, 2)
-    if attention_mask is not None:
-        output = output.clone(memory_format=torch.contiguous_format)
-    return output[..., :size], None
+    output, _ = sdpa_attention_forward(module, query, key, value, None, dropout, scaling, is_causal)
+    return output if attention_mask is None else output.clone(), None
 
 
 def _gathered(tensor: Tensor) -> Tensor:
