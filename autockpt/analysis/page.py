@@ -85,7 +85,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
     settings = dict(asked_of.settings) if asked_of is not None else {}
     name = run.path.resolve().name
     place = Path(name) if run.path.is_absolute() else run.path
-    plan_file = str(place / (run.answer_path or run.plan_path).name)
+    plan_file = str(place / run.plan_path.name)
     device = environment.device.name if environment is not None else ""
     every = outermost(dict.fromkeys(u for t in trials for u in t.choices))
     drawn = _curves(run, profile.op_times.device.overhead_bytes if profile is not None else 0)

@@ -22,7 +22,7 @@ from autockpt.schema import Trial, format_binary, format_bytes, words
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
 from autockpt.schema.plan import set_lines
-from autockpt.schema.runs import BY_LENGTH, PLAN, RunDirectory, pareto_front, plan_of_trial, trial_of
+from autockpt.schema.runs import RunDirectory, pareto_front, plan_of_trial, trial_of
 from autockpt.schema.words import step_note
 from autockpt.terminal import plain_table, print_legend, simulated
 
@@ -102,7 +102,7 @@ def _print_run(run: RunDirectory, found: dict[str, Any], console: Console) -> No
 
 
 def _show_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: bool) -> None:
-    if plan_out is not None and plan_out.resolve() in (run.path.resolve() / name for name in (PLAN, BY_LENGTH)):
+    if plan_out is not None and plan_out.resolve() == run.plan_path.resolve():
         raise UsageError(f"{plan_out} is where the run keeps its own answer", remedy="Give another --plan-out.")
     trial = trial_of(run, number)
     set_aside = plan_of_trial(run, trial).save(plan_out, existing="set_aside") if plan_out is not None else None

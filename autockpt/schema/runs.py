@@ -9,7 +9,6 @@ results/<model>_<device>_<budget>_<hash of the question>/
     outlook.json       what ghost runs said of other budgets and other jobs, of which nothing was tried
     in_flight.json     plans in whose measurement a process ended, and how often
     report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
-    plan_by_length.yaml  plan.yaml with further sets of choices for smaller batches, where lengths were searched for
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 Step = Literal["plain", "recompute", "plan"]
 _QUESTION, _TRIALS, _IN_FLIGHT = "question.json", "trials.jsonl", "in_flight.json"
-PLAN = "plan.yaml"
-BY_LENGTH = "plan_by_length.yaml"
 _OF_THE_QUESTION = ("workload", "settings", "budget", "host_budget_bytes", "baselines")
 _GRAPHS: dict[Step, str] = {
     "plain": "graph.json.gz",
@@ -161,7 +158,7 @@ class RunDirectory:
     @property
     def plan_path(self) -> Path:
         """Where the run's plan is written."""
-        return self.path / PLAN
+        return self.path / "plan.yaml"
 
     @property
     def model(self) -> str:
@@ -276,9 +273,9 @@ class RunDirectory:
         """A traced step; None where it was not written."""
         return self._model(_GRAPHS[step], Graph)
 
-    def write_plan(self, plan: Plan, name: str = PLAN) -> Path:
+    def write_plan(self, plan: Plan) -> Path:
         """Write the run's answer over an earlier one of this run; anything else there is set aside."""
-        path, ours = self.path / name, False
+        path, ours = self.plan_path, False
         with suppress(Exception):  # what cannot be read, no search wrote
             found = Plan.load(path)
             ours = bool(found.hash) and found.status == found.source
@@ -317,17 +314,7 @@ class RunDirectory:
 
         With its sets of choices for smaller batches, where a search of several lengths has found some for it.
         """
-        path = self.answer_path
-        return None if path is None else Plan.load(path)
-
-    @property
-    def answer_path(self) -> Path | None:
-        """The file of ``plan()``. Raises PlanError where one was damaged."""
-        if not self.plan_path.exists():
-            return None
-        by_length = self.path / BY_LENGTH
-        same = by_length.exists() and Plan.load(by_length).choices == Plan.load(self.plan_path).choices
-        return by_length if same else self.plan_path
+        return Plan.load(self.plan_path) if self.plan_path.exists() else None
 
     def _model(self, name: str, model: type[M]) -> M | None:
         path = self.path / name
@@ -425,15 +412,15 @@ def plan_at(path: Path) -> Plan:
 
 
 def plan_file(path: Path) -> Path:
-    """The file itself, or that of a run's answer: with its sets for smaller batches, where it has them."""
+    """The file itself, or that of a run's answer."""
     if not path.exists():
         remedy = "Check the path: it is that of a plan's file or of a run's directory, not a model's name."
         raise PlanError(f"there is no file {path}", remedy=remedy)
     if not path.is_dir():
         return path
     run = RunDirectory.open(path)
-    if (found := run.answer_path) is not None:
-        return found
+    if run.plan_path.exists():
+        return run.plan_path
     why, _, remedy = run.refusal().partition("\n")
     if not why:
         why, remedy = "its search has not come to its end", "The command in its command.txt continues it."

@@ -23,7 +23,7 @@ from autockpt.schema.choices import SAVE
 from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import When
-from autockpt.schema.runs import BY_LENGTH, RunDirectory
+from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.search import run_search, save_plan_copy
 from autockpt.tuning.sizes import resized
@@ -111,8 +111,8 @@ def search_lengths(
     """A plan for batches of all lengths, none of which breaks the budget. Each length is a search with its own run.
 
     Sequences longer than ``request.workload.seq_len`` count as cut off there; a live step's batch is as long as the
-    longest and is cut for the others. The outcome is that of the longest, with the plan that holds all sets; it is
-    written next to that run's own plan. The longest gets half of ``request.trials``; all lengths share
+    longest and is cut for the others. The outcome is that of the longest, with the plan that holds all sets; it takes
+    the place of that run's own plan. The longest gets half of ``request.trials``; all lengths share
     ``request.timeout``, of which each gets half of what is left. Raises UsageError for a batch without rows or that
     cannot be cut, InfeasibleError where the longest fits no plan, and what ``search`` raises.
     """
@@ -171,7 +171,7 @@ def search_lengths(
     if len(bounds := expected.best(plans)) > 1:
         plan, gains = _with_sets(expected, bounds, lengths, rows)
         if found.run_directory is not None:
-            path = RunDirectory.open(found.run_directory).write_plan(plan, BY_LENGTH)
+            path = RunDirectory.open(found.run_directory).write_plan(plan)
     notes = list(found.notes)
     if len(outcomes) > 1:
         spent, took = sum(outcome.measured_trials for outcome in outcomes.values()), words.seconds(clock.elapsed)

@@ -9,7 +9,7 @@ from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
-from autockpt.schema.runs import BY_LENGTH, RunDirectory, plan_at, plan_file
+from autockpt.schema.runs import RunDirectory, plan_at, plan_file
 from tests.analysis import samples
 from tests.errors import raises
 from tests.samples import console, trial
@@ -45,13 +45,14 @@ def test_sets_by_length_are_shown_while_they_are_the_answer(autockpt, tmp_path: 
     whole = Plan(choices={"layers.0-3": "recompute"})
     run.write_plan(whole)
     smaller = {"when": {"tokens": 64}, "share": 0.75, "choices": {"layers.0-1": "recompute"}}
-    Plan.model_validate({**whole.model_dump(), "smaller_batches": [smaller]}).save(run.path / BY_LENGTH)
+    run.write_plan(Plan.model_validate({**whole.model_dump(), "smaller_batches": [smaller]}))
+    assert run.has_written(whole), "a search of the longest alone leaves the sets"
     said = autockpt("history", str(run.path))
     assert "up to 64 tokens, 75" in said.out and "all larger" in said.out, said.err
     assert len(autockpt("history", str(run.path), "--json").json["sets"]) == 2
-    assert plan_file(run.path) == run.path / BY_LENGTH and len(plan_at(run.path).sets) == 2
+    assert plan_file(run.path) == run.plan_path and len(plan_at(run.path).sets) == 2
     run.write_plan(Plan(choices={"layers.0-2": "recompute"}))  # a later search of that length alone answered otherwise
-    assert plan_file(run.path) == run.plan_path and "up to 64" not in autockpt("history", str(run.path)).out
+    assert "up to 64" not in autockpt("history", str(run.path)).out
     with raises(RunDirectoryError, "command.txt"):
         plan_file(make_run(tmp_path, "40%").path)
     refused = make_run(tmp_path, "20%")
