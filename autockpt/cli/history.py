@@ -105,7 +105,7 @@ def _show_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: 
     if plan_out is not None and plan_out.resolve() == run.plan_path.resolve():
         raise UsageError(f"{plan_out} is where the run keeps its own answer", remedy="Give another --plan-out.")
     trial = trial_of(run, number)
-    set_aside = plan_of_trial(run, trial).save(plan_out, existing="set_aside") if plan_out is not None else None
+    set_aside = plan_of_trial(run, trial).save(plan_out) if plan_out is not None else None
     show(trial, print_trial, as_json)
     if plan_out is not None and not as_json:
         kept = f"; the earlier file is kept as {set_aside}" if set_aside is not None else ""

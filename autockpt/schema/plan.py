@@ -222,21 +222,17 @@ class Plan(Data):
                 each.expand_planned()  # so that patterns which clash or match nothing are refused here, with their line
         return plan
 
-    def save(self, path: str | Path, *, existing: Literal["refuse", "set_aside", "replace"] = "refuse") -> Path | None:
-        """Write the plan, whole or not at all. The same plan again is no conflict.
+    def save(self, path: str | Path, *, replace: bool = False) -> Path | None:
+        """Write the plan, whole or not at all.
 
-        Where another file stands there: ``refuse`` raises PlanError, ``set_aside`` renames it to ``name.1`` and returns
-        that path, ``replace`` overwrites it. A link stays, and that is about the file it leads to. Raises PlanError
-        where the path cannot be written.
+        Where another file stands there, it is renamed to ``name.1``, and that path returned; ``replace`` overwrites it.
+        A link stays, and that is about the file it leads to. Raises PlanError where the path cannot be written.
         """
         path = Path(path)
         if path.is_dir():
             raise PlanError(f"{path} is a directory", remedy="Give a file, as plan.yaml in it.")
-        there = path.is_file() and existing != "replace" and not self._is_in(path)
-        if there and existing == "refuse":
-            raise PlanError(f"{path} exists and is another plan", remedy="Give another path, or move that file away.")
         text, aside = self.text(path.name), None
-        if there:
+        if path.is_file() and not replace and not self._is_in(path):
             with writing(path, PlanError):
                 aside = set_aside(path.resolve())
         write_file(path, text, PlanError)

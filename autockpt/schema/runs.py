@@ -279,7 +279,7 @@ class RunDirectory:
         with suppress(Exception):  # what cannot be read, no search wrote
             found = Plan.load(path)
             ours = bool(found.hash) and found.status == found.source
-        self.set_aside = plan.save(path, existing="replace" if ours else "set_aside") or self.set_aside
+        self.set_aside = plan.save(path, replace=ours) or self.set_aside
         return path
 
     def has_written(self, plan: Plan) -> bool:

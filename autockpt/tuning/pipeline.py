@@ -67,7 +67,7 @@ def search_stages(
             plan, path = lean, run.write_plan(lean, PLAN_OF_STAGE)
         if request.plan_out is not None:
             path = request.plan_out.with_stem(f"{request.plan_out.stem}_{len(found)}")
-            plan.save(path, existing="set_aside")
+            plan.save(path)
         layers = len([name for name in plan.expand_planned() if name != plan.head])
         found.append(StagePlan(stage=stage, layers=layers, plan=plan, path=path, outcome=outcome))
     answer = PipelineAnswer(stages=tuple(found))

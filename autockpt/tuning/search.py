@@ -195,7 +195,7 @@ def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutc
     if request.plan_out is None or outcome.plan is None:
         return outcome
     try:
-        set_aside = outcome.plan.save(request.plan_out, existing="set_aside")
+        set_aside = outcome.plan.save(request.plan_out)
     except PlanError as error:
         where = f"It is kept in {outcome.plan_path}." if outcome.plan_path else error.remedy
         raise PlanError(error.message, remedy=where) from None

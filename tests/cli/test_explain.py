@@ -74,7 +74,7 @@ def test_a_budget_is_explained(autockpt, asked: Asked) -> None:
 
 def test_a_simulated_plan_is_explained_on_its_own_device(autockpt, asked: Asked, tmp_path: Path) -> None:
     def write(name: str) -> None:
-        simulated_for(name).save(tmp_path / "plan.yaml", existing="replace")
+        simulated_for(name).save(tmp_path / "plan.yaml", replace=True)
 
     write("rtx4090")
     for arguments, hardware in (((), "rtx4090"), (("--hardware", "h100"), "h100"), (("--device", "cpu"), None)):

@@ -103,7 +103,7 @@ WITH_OPTIONS = [
 def test_any_assignment_round_trips(tmp_path_factory: pytest.TempPathFactory, values: list[Choice]) -> None:
     choices = dict(zip(BLOCKS, values, strict=True))
     path = tmp_path_factory.getbasetemp() / "any.yaml"
-    full_plan(choices).save(path, existing="replace")
+    full_plan(choices).save(path, replace=True)
     loaded = Plan.load(path)
     assert loaded.expand(BLOCKS) == choices and loaded.status == "measured"
     kept = sum(choice.gathered for choice in values)
@@ -183,18 +183,14 @@ def test_an_existing_file_is_never_lost(tmp_path: Path) -> None:
     first, second = full_plan(), full_plan(dict.fromkeys(BLOCKS, RECOMPUTE))
     assert first.save(path) is None
     assert first.save(path) is None, "the same plan again is no conflict"
-    with pytest.raises(PlanError):
-        second.save(path)
-    assert Plan.load(path) == first
-    aside = second.save(path, existing="set_aside")
+    aside = second.save(path)
     assert (
         aside == tmp_path / "sub" / "plan.yaml.1" and aside and Plan.load(aside) == first and Plan.load(path) == second
     )
-    assert first.save(path, existing="replace") is None and Plan.load(path) == first
+    assert first.save(path, replace=True) is None and Plan.load(path) == first
     path.write_text("something else entirely")
-    with pytest.raises(PlanError):
-        first.save(path)
-    assert sorted(p.name for p in path.parent.iterdir()) == ["plan.yaml", "plan.yaml.1"]
+    aside = first.save(path)
+    assert aside is not None and aside.name == "plan.yaml.2" and aside.read_text() == "something else entirely"
 
 
 def test_the_hash_is_of_what_a_plan_does() -> None:

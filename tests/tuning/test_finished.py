@@ -87,7 +87,7 @@ def test_a_moved_run_names_files_that_are_there(finished: tuple[Path, SearchOutc
     assert set_aside() is None
     plan.write_text("")
     assert set_aside() == plan.with_name("plan.yaml.1")
-    Plan(choices={"model.layers.*": RECOMPUTE}).save(plan, existing="replace")
+    Plan(choices={"model.layers.*": RECOMPUTE}).save(plan, replace=True)
     assert set_aside() == plan.with_name("plan.yaml.2")
     assert plan.with_name("plan.yaml.1").read_text() == "" and set_aside() is None
 
