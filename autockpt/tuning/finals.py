@@ -53,7 +53,14 @@ class Final:
     @property
     def error(self) -> float:
         """One standard deviation, as a share, of what the undecided took, without what was common to their rounds."""
-        return _error([self.times[number] for number in (self.winner, *self.undecided)])
+        times = [self.times[number] for number in (self.winner, *self.undecided)]
+        rounds = min(map(len, times))
+        if rounds < 2 or len(times) < 2:
+            return 0.0
+        logs = np.log([row[:rounds] for row in times])
+        rest = logs - logs.mean(axis=0)
+        rest -= rest.mean(axis=1, keepdims=True)
+        return math.sqrt((rest**2).sum() / ((len(times) - 1) * (rounds - 1)) / rounds)
 
 
 def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, *, seconds: float) -> Final:
@@ -75,13 +82,12 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
         end, each = min(end, now + seconds), (now - began) / len(playing)
         leader = min(rivals, key=lambda n: statistics.median(times[n]))
         rivals = [n for n in rivals if n == leader or judge(_ratio(times[n], times[leader])) != "slower"]
-        error = math.sqrt(2) * _error([times[n] for n in rivals])
-        gains = [gain(_ratio(times[n], times[leader]).value - 1, error) for n in rivals if n != leader]
-        settled = max(gains, default=0.0) <= WITHIN
+        final = Final(leader, times, tuple(n for n in rivals if n != leader))
+        error = math.sqrt(2) * final.error
+        settled = all(gain(_ratio(times[n], times[leader]).value - 1, error) <= WITHIN for n in final.undecided)
         if settled or len(times[leader]) >= MOST_ROUNDS or now + each * len(rivals) > end:
-            break
+            return final
         playing = rivals
-    return Final(leader, times, tuple(n for n in rivals if n != leader))
 
 
 def gain(slower: float, error: float) -> float:
@@ -133,17 +139,6 @@ def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:
             "times": tuple(times),
         }
     )
-
-
-def _error(times: Sequence[Sequence[float]]) -> float:
-    """One standard deviation, as a share, of the average of each row, without what was common to rounds."""
-    rounds = min(map(len, times))
-    if rounds < 2 or len(times) < 2:
-        return 0.0
-    logs = np.log([row[:rounds] for row in times])
-    rest = logs - logs.mean(axis=0)
-    rest -= rest.mean(axis=1, keepdims=True)
-    return math.sqrt((rest**2).sum() / ((len(times) - 1) * (rounds - 1)) / rounds)
 
 
 def _ratio(ours: Sequence[float], base: Sequence[float]) -> Interval:
