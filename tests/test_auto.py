@@ -242,7 +242,7 @@ for own in (False, True):
     done = script(code, plan=None, start=TRAINER, AUTOCKPT_BUDGET="60%act")
     assert done.returncode == 2 and done.stdout.count("trained") == 1, done.stderr
     assert "the plan was found in" in done.stdout + done.stderr
-    assert re.search("has (activation|gradient)_checkpointing=True", done.stderr)  # by the version of transformers
+    assert re.search("_checkpointing=True", done.stderr)
 
 
 def test_an_infeasible_budget_ends_the_script_with_one_screen(script) -> None:

@@ -82,7 +82,7 @@ def test_a_budget_is_enough(autockpt, asked, replace, kind: str, options, model:
 
 def test_hardware_is_simulated_and_its_memory_is_the_budget(autockpt, asked: list[SearchRequest]) -> None:
     options = ("--model", "llama-8b", "--lora", "16", "--seq-len", "auto")
-    assert autockpt("search", "--hardware", "RTX 4090", *options).code == 0
+    assert autockpt("search", "--hardware", "rtx4090", *options).code == 0
     (request,) = asked
     assert request.longest and request.workload.seq_len is None
     assert request.hardware is not None and request.hardware.name == "rtx4090"
