@@ -21,7 +21,7 @@ from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.runtime import attach
 from autockpt.schema.choices import RECOMPUTE
 from tests.errors import raises
-from tests.policies.zoo import Unit, assert_as_plain, assert_equal, on, trained
+from tests.policies.zoo import Tally, Unit, assert_as_plain, assert_equal, on, trained
 
 
 class Model(nn.Module):
@@ -77,7 +77,7 @@ def test_every_way_of_passing_tensors():
 def test_containers_are_new_and_a_tensor_that_is_given_twice_stays_one():
     def body(unit, x, notes, query, key):
         notes.append(len(notes))
-        return unit.linear(x).sigmoid() * len(notes) + (query if query is key else 0 * x)
+        return unit.linear(x).sigmoid() * len(notes) * (query.sin() if query is key else query.cos())
 
     as_plain(body, lambda unit, x: unit(x, [1, None], x, x))
 
@@ -298,6 +298,21 @@ def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
     model = Model(lambda unit, x: unit.linear(x).sigmoid())
     with attach(model, CHOICES), raises(ConflictError, "units.0"):
         model(rows())
+
+
+def test_what_begins_to_count_between_checks_is_an_error():
+    begun = Tally()
+
+    def body(unit, x):
+        unit.count += begun.calls > 4
+        return unit.linear(x).sigmoid()
+
+    model = Model(body)
+    for unit in model.units:
+        unit.count = 0
+    with attach(model, CHOICES), raises(ConflictError, "units.0.count"):
+        for begun.calls in range(12):
+            model(rows()).sum().backward()
 
 
 def test_a_large_buffer_changed_in_place_is_an_error(monkeypatch):
