@@ -13,7 +13,7 @@ from torch import Tensor
 from autockpt.errors import GhostError
 from autockpt.policies.base import setting
 from autockpt.tracing.collectives import answer, sharded_as_ghosts
-from autockpt.tracing.kernels.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout
+from autockpt.tracing.kernels.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout, fuses_dropout
 from autockpt.tracing.kernels.operators import leaves
 from autockpt.tracing.kernels.triton_launches import no_launches
 from autockpt.tracing.memory import GhostMemory
@@ -49,7 +49,6 @@ class GhostMode(Recorder):
         self._shapes = Shapes()
         self.building = False
         self.capability: Capability | None = None  # of the NVIDIA GPU whose kernels the step is to take
-        self.fuses_dropout = False  # whether it runs on another kind of device that has a kernel for dropout
         self.refused: str | None = None
         self._values_matter = True
 
@@ -65,7 +64,7 @@ class GhostMode(Recorder):
                 )
             return plain(tensor)
 
-        kernels = fused_dropout() if self.fuses_dropout else nullcontext()
+        kernels = fused_dropout() if fuses_dropout(self.device_kind) else nullcontext()
         if self.capability is not None:
             # what is made for a kernel of CUDA's alone is a ghost, whatever it is made of: nobody asks for its values
             kernels = cuda_kernels(self.capability, lambda: setting(self, "_values_matter", False))

@@ -24,7 +24,6 @@ from autockpt.tracing.kernels.workspaces import (
     ESTIMATED,
     MOST_FLOPS,
     MOST_FLOPS_TOGETHER,
-    Kernels,
     trial_of,
     workspace_bytes,
 )
@@ -142,8 +141,7 @@ class Recorder(TorchDispatchMode):
         """Not wrapped by torch: the wrapper costs as much as recording does, and importing dynamo a second."""
         return False
 
-    on_cpu = True  # whether the step runs, or would run, on the CPU
-    on_cuda = False  # likewise
+    device_kind = "cpu"  # of the device that the step runs on, or would
     threads = 1  # of a step on the CPU
     ops: list[OpRecord]  # in order
     copies: list[CopyRecord]
@@ -191,7 +189,7 @@ class Recorder(TorchDispatchMode):
 
         def watched() -> Tensor:
             state = plain()
-            if self.on_cpu:
+            if self.device_kind == "cpu":
                 self.place(state)
             return state
 
@@ -209,7 +207,7 @@ class Recorder(TorchDispatchMode):
         names = {op.call.operator.name for op in self.ops}
         if f"autockpt.{LAUNCH}.default" in names:
             self.notes.setdefault(NOTE)
-        if self.on_cuda:
+        if self.device_kind == "cuda":
             self.notes.update(dict.fromkeys(notes_on_quantised(names)))
 
     # What transports need.
@@ -287,9 +285,8 @@ class Recorder(TorchDispatchMode):
         kind = operator.calls.get(key)
         if kind is None:
             kind = operator.calls[key] = KindOfCall(operator, signature(func, args, kwargs))
-            kernels: Kernels = "cpu" if self.on_cpu else "cuda" if self.on_cuda else "other"
-            kind.workspace = workspace_bytes(operator, args, kwargs, kernels, self.threads)
-            if self.on_cpu and (trial := trial_of(operator, func, args)) is not None:
+            kind.workspace = workspace_bytes(operator, args, kwargs, self.device_kind, self.threads)
+            if self.device_kind == "cpu" and (trial := trial_of(operator, func, args)) is not None:
                 kind.trial = trial
                 self._untried.append(kind)
         return kind
@@ -330,8 +327,7 @@ class RealRecorder(Recorder):
 
     def __init__(self, device: torch.device, adds: InPlaceAdds | None = None) -> None:
         super().__init__(StorageLog(), adds)
-        self._device_type = device.type
-        self.on_cpu = device.type == "cpu"
+        self.device_kind = device.type
         self.threads = torch.get_num_threads()
 
     def _run(self, call: OpCall) -> Any:
@@ -342,7 +338,7 @@ class RealRecorder(Recorder):
         return result
 
     def _counts(self, tensor: Tensor) -> bool:
-        return tensor.layout is torch.strided and tensor.device.type == self._device_type
+        return tensor.layout is torch.strided and tensor.device.type == self.device_kind
 
 
 @functools.cache

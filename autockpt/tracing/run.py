@@ -34,7 +34,7 @@ from autockpt.tracing.collectives import pretend_ranks, sharded_as_ghosts
 from autockpt.tracing.cuts import find_cuts, said_of_cuts
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, optimizers_on, untouched
-from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability, fuses_dropout
+from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability
 from autockpt.tracing.kernels.flash_package import FLASH, NOTE, flash_on_ghosts
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
@@ -73,7 +73,6 @@ class TracedRun:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._queues = False  # whether the device has copy queues
         self._recorded: dict[Any, RecordedUnit] = {}  # what calls of units have taught
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
@@ -157,7 +156,8 @@ class TracedRun:
             yield
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:
-        return RecordingTransport(self._kept, self._queues, self._recorder, tier)
+        queues = self._recorder.device_kind not in WITHOUT_STREAMS
+        return RecordingTransport(self._kept, queues, self._recorder, tier)
 
     def _kept(self, source: Tensor) -> Callable[[], Tensor]:
         """What makes a device buffer with the bytes of a storage that leaves the device now."""
@@ -251,7 +251,9 @@ class GhostRun(TracedRun):
         workload.left_out = max(0, workload.accumulate - max(MICRO_BATCHES, 1 + (workload.in_flight or 0)))
         with self._imitating():
             super()._start(workload)
-        if self.mode.on_cuda and any(isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()):
+        if self.mode.device_kind == "cuda" and any(
+            isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()
+        ):
             self.found = self.found._replace(notes=(*self.found.notes, RECURRENT))
 
     def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
@@ -268,11 +270,8 @@ class GhostRun(TracedRun):
 
     def _imitate(self, device: torch.device, capability: Capability | None = None) -> None:
         self._around.append(partial(optimizers_on, device))
-        self._queues = device.type not in WITHOUT_STREAMS
-        self.mode.on_cpu = device.type == "cpu"
-        self.mode.on_cuda = device.type == "cuda"
-        self.mode.fuses_dropout = fuses_dropout(device.type)
-        if self.mode.on_cuda:
+        self.mode.device_kind = device.type
+        if device.type == "cuda":
             self.mode.capability = capability or capability_at(device) or AMPERE
 
     def _kept(self, source: Tensor) -> Callable[[], Tensor]:
@@ -295,7 +294,7 @@ class RecordedRun(TracedRun):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(RealRecorder(device))
-        self._device, self._queues = device, device.type not in WITHOUT_STREAMS
+        self._device = device
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         self.take(build(_traced(spec), self._device))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from autockpt.devices.cpu import allocator_peak
 from autockpt.tracing.kernels.operators import Argument, Operator, flat_tensors
 from autockpt.tracing.kernels.quantised_kernels import CUDA_RULES, cpu_quantised
 
-Kernels = Literal["cpu", "cuda", "other"]
 # One convolution, and all of a tracer. Limits on work and not on time, so that a busy machine predicts the same bytes.
 MOST_FLOPS, MOST_FLOPS_TOGETHER = 3e10, 2e11
 ESTIMATED = "What the largest convolutions take while they run is estimated."
@@ -38,18 +37,18 @@ NO_REDUCTION = 0  # at::Reduction
 
 
 def workspace_bytes(
-    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], kernels: Kernels = "cpu", threads: int = 1
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], device_kind: str = "cpu", threads: int = 1
 ) -> int:
     """Bytes beyond inputs and outputs that a kernel holds at its worst moment; 0 where none are known of.
 
     ``threads``: of the CPU.
     """
     argument, base = operator.arguments(args, kwargs), operator.base
-    if kernels == "cpu" and (of_threads := _CPU_RULES.get(base)) is not None:
+    if device_kind == "cpu" and (of_threads := _CPU_RULES.get(base)) is not None:
         return max(of_threads(argument, threads), 0)
-    if (rule := _RULES[kernels].get(base)) is not None:
+    if (rule := _RULES.get(device_kind, _PUT_TOGETHER).get(base)) is not None:
         return max(rule(argument), 0)
-    return _converted_operands(operator, args, kwargs) if kernels == "cpu" and operator.pointwise else 0
+    return _converted_operands(operator, args, kwargs) if device_kind == "cpu" and operator.pointwise else 0
 
 
 def trial_of(operator: Operator, func: Any, args: tuple[Any, ...]) -> Callable[[], int] | None:
@@ -242,4 +241,4 @@ _CUDA_RULES: dict[str, Callable[[Argument], int]] = {
     **CUDA_RULES,
 }
 _LOSSES = _PUT_TOGETHER | dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _loss_tensors(1))
-_RULES = {"cpu": _LOSSES, "cuda": _LOSSES | _CUDA_RULES, "other": _PUT_TOGETHER}
+_RULES = {"cpu": _LOSSES, "cuda": _LOSSES | _CUDA_RULES}
