@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import statistics
 import time
 from collections import defaultdict
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
+from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.cost.step import simulate
@@ -31,7 +33,7 @@ from autockpt.schema.files import atomic_write, cache_directory
 from autockpt.schema.graph import Tier
 from autockpt.tracing.kernels.cuda_memory import kept_workspaces
 from autockpt.tracing.kernels.operators import COLLECTIVES, WAITS
-from autockpt.tracing.kernels.signature import signature
+from autockpt.tracing.kernels.signature import RANKS, signature
 
 if TYPE_CHECKING:
     from autockpt.measuring import StepRunner
@@ -83,10 +85,12 @@ class OpTimer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = "" if self.phase == "optimizer" else signature(func, args, kwargs)
+        call = signature(func, args, kwargs)
+        name = "" if self.phase == "optimizer" else call
         run, now = func, self._now
-        if self._barrier is not None and str(func).startswith(COLLECTIVES) and func.__name__.split(".")[0] not in WAITS:
-            self._barrier()
+        if self._barrier is not None and call.startswith(COLLECTIVES) and call.split(".")[1] not in WAITS:
+            if _is_of_all(call):
+                self._barrier()
             run, now = partial(_to_its_end, func), time.perf_counter  # another thread is at work
         if self._pending is not None:
             self._get_ahead()
@@ -117,10 +121,16 @@ class OpTimer(TorchDispatchMode):
             self._pending.clear()
 
 
+def _is_of_all(call: str) -> bool:
+    """Whether all ranks run this collective here: not one of some ranks, nor what two of them send each other."""
+    pairs = call.startswith(("c10d.send", "c10d.recv"))
+    return not pairs and re.search(rf"\b{RANKS}{distributed.get_world_size()}\b", call) is not None
+
+
 def _to_its_end(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a collective returns, once its work is done."""
     out = collective(*args, **kwargs)
-    for part in out if isinstance(out, tuple) else (out,):
+    for part in out if isinstance(out, tuple | list) else (out,):
         if isinstance(part, torch.ScriptObject):  # c10d's handle of its work
             part.wait()  # type: ignore[attr-defined]
         elif isinstance(part, torch.Tensor):  # of functional ones; any other tensor is waited for already

@@ -90,9 +90,10 @@ def test_a_collective_takes_from_when_all_ranks_are_there_until_its_end(one_rank
         distributed.all_reduce(x)
         y = functional.all_reduce(x, "sum", distributed.group.WORLD)
         assert (y + 1).tolist() == [3.0] * 3
-    assert len(there) == 2  # waiting for the second's end is no collective
+        functional.all_reduce_coalesced([x, y], "sum", distributed.group.WORLD)
+    assert len(there) == 3  # waiting for the second's end is no collective
     joint = [name for name in timer.seconds if name.startswith(("c10d.allreduce_", "_c10d_functional.all_reduce"))]
-    assert len(joint) == 2 and all(timer.seconds[name][0] > 0 for name in joint)
+    assert len(joint) == 3 and all(timer.seconds[name][0] > 0 for name in joint)
 
 
 def uniform(*kinds: str) -> dict[str, Graph]:

@@ -43,8 +43,8 @@ IN_PLACE = {
 
 
 COLLECTIVES = ("c10d.", "_c10d_functional")
-"""How the names of ops begin that ranks run together, and of those that wait for one's end:"""
-WAITS = ("wait_tensor", "_wrap_tensor_autograd")  # now or later
+"""How the names of ops begin that ranks run together."""
+WAITS = ("wait_tensor", "_wrap_tensor_autograd")  # of these ops such as wait for another's end, now or later
 COPY_IN, COPY_OUT = "fsdp.all_gather_copy_in.default", "fsdp.split_with_sizes_copy.default"
 
 
