@@ -88,8 +88,8 @@ class OpTimer(TorchDispatchMode):
         call = signature(func, args, kwargs)
         name = "" if self.phase == "optimizer" else call
         run, now = func, self._now
-        if self._barrier is not None and call.startswith(COLLECTIVES) and call.split(".")[1] not in WAITS:
-            if _is_of_all(call):
+        if self._barrier is not None and _is_collective(call):
+            if re.search(rf"\b{RANKS}{distributed.get_world_size()}\b", call):  # one of some ranks is not run by all
                 self._barrier()
             run, now = partial(_to_its_end, func), time.perf_counter  # another thread is at work
         if self._pending is not None:
@@ -121,10 +121,10 @@ class OpTimer(TorchDispatchMode):
             self._pending.clear()
 
 
-def _is_of_all(call: str) -> bool:
-    """Whether all ranks run this collective here: not one of some ranks, nor what two of them send each other."""
+def _is_collective(call: str) -> bool:
+    """Not what waits for one, nor what two ranks send each other: gloo lets nobody wait for that twice."""
     pairs = call.startswith(("c10d.send", "c10d.recv"))
-    return not pairs and re.search(rf"\b{RANKS}{distributed.get_world_size()}\b", call) is not None
+    return call.startswith(COLLECTIVES) and not pairs and call.split(".")[1] not in WAITS
 
 
 def _to_its_end(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
