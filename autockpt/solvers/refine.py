@@ -118,9 +118,9 @@ class _Refinement:
         if self.best is None and self._plan_that_keeps_least_fits():
             self._solve_until_settled()
         before = None
-        while self.best is not before:
-            before = self.best
-            self.offsets[_head(self.problem, before)] = self._observed(before, self._checked(before))
+        while (best := self.best) is not None and best is not before:
+            before = best
+            self.offsets[_head(self.problem, best)] = self._observed(best, self._checked(best))
             self._solve_until_settled(CAUTIOUS)
 
     def _solve_until_settled(self, share: float = 1.0) -> None:
