@@ -14,13 +14,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 import numpy as np
 
 from autockpt.measuring.statistics import Interval, judge, noise, ratio_interval
 from autockpt.schema import Choice, Measurement, Trial
 
-FINALISTS = 4
+FINALISTS = 3
 WORTH = 0.001  # of the step: plans that are expected to be faster than the best by less do not take part
 WITHIN = 0.005  # rounds go on while another plan is expected to be faster by more
 EXPECTED_WITHIN = 0.01  # one standard deviation of predicted ratios of step times, as a share
@@ -114,13 +115,19 @@ def weighed(times: Mapping[int, float], expected: Mapping[int, float], error: fl
     return {n: t * (level * expected[n] / t) ** (1 - trust) if n in expected else t for n, t in times.items()}
 
 
-def contenders(times: Mapping[int, float], expected: Mapping[int, float], error: float) -> list[int]:
-    """The numbers of the few trials that may be the fastest, the most promising first; arguments as for ``weighed``."""
-    times = weighed(times, expected, error)
-    within = EXPECTED_WITHIN * error / math.hypot(EXPECTED_WITHIN, error) if expected else error
-    best, *others = sorted(times, key=lambda n: times[n])
-    close = [n for n in others if gain(times[n] / times[best] - 1, math.sqrt(2) * within) > WORTH]
-    return [best, *close][:FINALISTS]
+def contenders(times: Mapping[int, float], error: float, *predictions: Mapping[int, float]) -> list[int]:
+    """The numbers of the few trials that may be the fastest, by what was measured and any of these ``predictions``.
+
+    ``times`` and ``error`` as for ``weighed``. The most promising come first.
+    """
+    found = []
+    for expected in predictions:
+        both = weighed(times, expected, error)
+        within = EXPECTED_WITHIN * error / math.hypot(EXPECTED_WITHIN, error) if expected else error
+        best, *others = sorted(both, key=lambda n: both[n])
+        close = (n for n in others if gain(both[n] / both[best] - 1, math.sqrt(2) * within) > WORTH)
+        found.append([best, *close])
+    return [n for n in dict.fromkeys(chain.from_iterable(zip_longest(*found))) if n is not None][:FINALISTS]
 
 
 def first_rounds(trials: Sequence[Trial]) -> float:

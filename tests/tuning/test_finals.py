@@ -64,10 +64,11 @@ def test_what_a_rival_may_gain_shrinks_with_its_distance(error: float) -> None:
 def test_only_what_may_be_the_fastest_takes_part() -> None:
     """By measurements where these are exact; else what is predicted to be fast as well, and no more than a few."""
     times, expected = {0: 1.0, 1: 1.05, 2: 1.1, 3: 1.5}, {0: 1.01, 1: 1.0, 2: 1.0, 3: 1.5}
-    assert contenders(times, expected, 0.0) == [0]
-    assert contenders(times, expected, 0.05)[:3] == [1, 2, 0]
-    assert contenders(times, {}, 0.03) == [0, 1]
-    assert len(contenders({n: 1 + n / 1000 for n in range(20)}, {}, 0.01)) == FINALISTS
+    assert contenders(times, 0.0, expected) == [0]
+    assert contenders(times, 0.05, expected)[:3] == [1, 2, 0]
+    assert contenders(times, 0.05, {0: 1.0, 1: 1.1, 2: 1.1, 3: 1.5}, {0: 1.1, 1: 1.1, 2: 1.0, 3: 1.5}) == [0, 2]
+    assert contenders(times, 0.03, {}) == [0, 1]
+    assert len(contenders({n: 1 + n / 1000 for n in range(20)}, 0.01, {})) == FINALISTS
 
 
 def swinging(plan: int, number: int) -> float:

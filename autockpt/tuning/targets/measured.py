@@ -146,17 +146,19 @@ class Measured(Target):
     def _finalists(self, trials: Trials) -> list[Trial]:
         """The few that may be the fastest, by what they took and what was predicted.
 
-        What else runs on the machine may slow one trial down, minutes after another; predictions do not know of that.
-        How far the two are apart says how much measurements can be trusted.
+        What else runs on the machine may slow one trial down, minutes after another; predictions do not know of that,
+        unless the trials have corrected them. How far the two are apart says how much measurements can be trusted.
         """
-        fitting, expected = trials.ranking(), trials.expected()
-        if not fitting:
+        if not (fitting := trials.ranking()):
             return []
-        logs = [math.log(t.score_seconds / expected[t.number]) for t in trials.scored if t.number in expected]
+        predicted = {t.number: s for t in trials.scored if t.predicted is not None and (s := t.predicted.step_seconds)}
+        logs = [math.log(t.score_seconds / predicted[t.number]) for t in trials.scored if t.number in predicted]
         apart = statistics.stdev(logs) if len(logs) > 1 else 0.0
-        error = max(apart, statistics.median(map(noise_of, fitting)))
-        times = {t.number: t.score_seconds for t in fitting}
-        return [trials.all[number] for number in contenders(times, expected, error)]
+        error, times = (
+            max(apart, statistics.median(map(noise_of, fitting))),
+            {t.number: t.score_seconds for t in fitting},
+        )
+        return [trials.all[number] for number in contenders(times, error, trials.expected(), predicted)]
 
     def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
         """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
