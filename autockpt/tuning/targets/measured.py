@@ -154,10 +154,8 @@ class Measured(Target):
         predicted = {t.number: s for t in trials.scored if t.predicted is not None and (s := t.predicted.step_seconds)}
         logs = [math.log(t.score_seconds / predicted[t.number]) for t in trials.scored if t.number in predicted]
         apart = statistics.stdev(logs) if len(logs) > 1 else 0.0
-        error, times = (
-            max(apart, statistics.median(map(noise_of, fitting))),
-            {t.number: t.score_seconds for t in fitting},
-        )
+        error = max(apart, statistics.median(map(noise_of, fitting)))
+        times = {t.number: t.score_seconds for t in fitting}
         return [trials.all[number] for number in contenders(times, error, trials.expected(), predicted)]
 
     def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
