@@ -75,10 +75,7 @@ def reason_words(said: Explanation) -> list[str]:
 def _over(reach: Reach, tilde: str) -> str:
     if reach.overhead is None:
         return ""
-    if abs(reach.overhead) < 5e-4:
-        return ", as long as saving everything"
-    side = "over" if reach.overhead > 0 else "under"
-    return f", {tilde}{words.share(abs(reach.overhead))} {side} saving everything"
+    return f", {tilde}{words.share(reach.overhead, signed=True)} against saving everything"
 
 
 def _step(what: str, other: Reach, chosen: Reach, tilde: str) -> str:
