@@ -1,4 +1,6 @@
-"""Files: none is left half written by a crash, a full disk or a second process."""
+"""Files: none is left half written by a crash, a full disk or a second process, none of a run's is written through a
+link that somebody put in its place.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +88,31 @@ def set_aside(path: Path) -> Path:
         number += 1
     os.rename(path, target)
     return target
+
+
+def open_in_place(path: Path) -> int:
+    """A descriptor to read and append to a file of a run, which is made where it is missing.
+
+    Raises OSError for a link in the file's own place, whose target would be overwritten, and for what is no regular
+    file; folders above may be links.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link", str(path))
+    return _regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0))
+
+
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """The first ``most`` bytes of a file, or all. Raises OSError for a pipe or a device, which may have no end."""
+    with os.fdopen(_regular(path, os.O_RDONLY), "rb") as file:
+        return file.read(most)
+
+
+def _regular(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o644)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no file, but a directory, a pipe or a device", str(path))
 
 
 @contextmanager

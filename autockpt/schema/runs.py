@@ -31,7 +31,7 @@ from pydantic import BaseModel, ValidationError
 from autockpt.errors import PlanError, RunDirectoryError, without_passwords
 from autockpt.schema.base import first_violation
 from autockpt.schema.device import Environment
-from autockpt.schema.files import FULL, atomic_write, locked, reason, set_aside
+from autockpt.schema.files import FULL, atomic_write, locked, open_in_place, read_regular, reason, set_aside
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
@@ -116,7 +116,7 @@ class RunDirectory:
                 f"{path} {what}", remedy="Give a directory that `autockpt search` made, as results/…"
             )
         with _explained(path / _QUESTION):
-            return cls(path, dict(json.loads((path / _QUESTION).read_bytes())))
+            return cls(path, dict(json.loads(read_regular(path / _QUESTION))))
 
     @staticmethod
     def below(folder: Path) -> Iterator[Path]:
@@ -138,7 +138,7 @@ class RunDirectory:
 
         path = self.path / "lock"
         with _explained(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_in_place(path)
         return locked(descriptor, busy)
 
     @property
@@ -148,12 +148,16 @@ class RunDirectory:
         if not path.exists():
             self.write("run_id", secrets.token_hex(4) + "\n")
         with _explained(path):
-            return path.read_text("utf-8").strip()
+            return read_regular(path).decode().strip()
 
     @property
     def storage(self) -> str:
         """URL of the Optuna study in this directory."""
-        return f"sqlite:///{self.path.resolve() / 'study.db'}"
+        path = self.path.resolve() / "study.db"
+        if path.exists() or path.is_symlink():
+            with _explained(path):
+                os.close(open_in_place(path))
+        return f"sqlite:///{path}"
 
     @property
     def plan_path(self) -> Path:
@@ -187,7 +191,7 @@ class RunDirectory:
         Of several lines with one number the last counts: a trial can be rewritten.
         """
         path = self.path / _TRIALS
-        with _explained(path), path.open("a+b") as file:
+        with _explained(path), os.fdopen(open_in_place(path), "a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(trial.model_dump_json().encode() + b"\n")
@@ -200,7 +204,7 @@ class RunDirectory:
         if not path.exists():
             return []
         with _explained(path):
-            complete, _, _torn = path.read_bytes().rpartition(b"\n")
+            complete, _, _torn = read_regular(path).rpartition(b"\n")
         for number, line in enumerate(complete.splitlines(), 1):
             try:
                 trial = Trial.model_validate_json(line)
@@ -228,7 +232,7 @@ class RunDirectory:
         """How often a process ended while it measured a plan, by the plan's hash."""
         path = self.path / _IN_FLIGHT
         with _explained(path):
-            return dict(json.loads(path.read_bytes())) if path.exists() else {}
+            return dict(json.loads(read_regular(path))) if path.exists() else {}
 
     def write_in_flight(self, plans: Mapping[str, int]) -> None:
         self.write(_IN_FLIGHT, json.dumps(plans))
@@ -250,7 +254,7 @@ class RunDirectory:
         """The command lines of this run, one per line."""
         path = self.path / "command.txt"
         with _explained(path):
-            return path.read_text("utf-8") if path.exists() else ""
+            return read_regular(path).decode() if path.exists() else ""
 
     def write_environment(self, environment: Environment) -> None:
         self.write("environment.json", environment.model_dump_json(indent=2) + "\n")
@@ -321,7 +325,7 @@ class RunDirectory:
         if not path.exists():
             return None
         with _explained(path):
-            raw = path.read_bytes()
+            raw = read_regular(path)
             return model.model_validate_json(gzip.decompress(raw) if name.endswith(".gz") else raw)
 
     def write(self, name: str, data: str | bytes) -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from autockpt.errors import UsageError
 from autockpt.schema.base import did_you_mean, short
-from autockpt.schema.files import reason
+from autockpt.schema.files import read_regular, reason
 
 MAX_BYTES = 1_000_000
 M = TypeVar("M", bound=BaseModel)
@@ -118,8 +118,7 @@ def read(path: str | Path, error: type[UsageError] = UsageError) -> Document:
     """Parse a YAML file. Raises ``error`` where it cannot be read, too."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            return parse(file.read(MAX_BYTES + 1).decode("utf-8"), str(path), error)
+        return parse(read_regular(path, MAX_BYTES + 1).decode("utf-8"), str(path), error)
     except FileNotFoundError:
         raise error(f"there is no file {path}", remedy="Check the path.") from None
     except OSError as bad:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import UsageError
-from autockpt.schema.files import reason
+from autockpt.schema.files import read_regular, reason
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.workload import MOST
 from autockpt.workload.step import Step
 from autockpt.workload.storages import cut_tensors
 
 _LINE = re.compile(r"([0-9]{1,9})(?:[\s:,;]+([0-9]{1,12}))?")
+_BYTES = 200_000_000
 ROWS, BATCHES, SECONDS = 50_000, 5_000, 120.0
 
 
@@ -68,7 +69,7 @@ def parse_lengths(text: str) -> Lengths:
     if re.fullmatch(r"[0-9]+:[0-9]+(?:[,;\s]+[0-9]+:[0-9]+)*[,;\s]*", text):
         return _counted("--lengths", re.split(r"[,;\s]+", text.strip(" ,;")))
     try:
-        lines = Path(text).read_text("utf-8").splitlines()
+        lines = read_regular(Path(text), _BYTES).decode("utf-8").splitlines()
     except UnicodeDecodeError:
         raise UsageError(f"{text} is no text", remedy=_HOW) from None
     except (OSError, ValueError) as error:

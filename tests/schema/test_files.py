@@ -3,8 +3,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from autockpt.errors import UsageError
-from autockpt.schema.files import atomic_write, unwritable, write_file
+from autockpt.schema.files import atomic_write, open_in_place, read_regular, unwritable, write_file
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
@@ -30,6 +32,23 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     assert unwritable(tmp_path) == "it is a directory, not a file"
     assert "is no directory" in unwritable(tmp_path / "file" / "plan.yaml")
     assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+def test_only_regular_files_are_opened_and_links_only_to_read(tmp_path: Path) -> None:
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    real.write_text("kept")
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    assert read_regular(real) == read_regular(link) == b"kept"
+    for path in (pipe, tmp_path):
+        with pytest.raises(OSError, match=r"directory|pipe"):
+            read_regular(path)
+    for path in (link, pipe, tmp_path):
+        with pytest.raises(OSError, match=r"directory|pipe|link"):
+            open_in_place(path)
+    (tmp_path / "folder").symlink_to(tmp_path)  # only the file's own place matters
+    os.close(open_in_place(tmp_path / "folder" / "real"))
+    assert real.read_text() == "kept"
 
 
 def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:

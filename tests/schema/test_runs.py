@@ -173,6 +173,35 @@ def test_damaged_files_are_errors(tmp_path: Path, name: str, content: bytes) -> 
     assert caught.value.remedy and caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize("name", ["lock", "trials.jsonl", "study.db"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_links_and_pipes_are_refused_and_their_targets_kept(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "folder").symlink_to(tmp_path / "real")  # folders may be links
+    run = enter(tmp_path / "folder")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    if kind == "link":
+        (run.path / name).symlink_to(victim)
+    else:
+        os.mkfifo(run.path / name)
+    with raises(RunDirectoryError, name), enter(tmp_path / "folder").lock():
+        run.add_trial(trial(0))
+        assert run.storage
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["question.json", "trials.jsonl", "command.txt", "graph.json.gz", "profile.json"])
+def test_a_pipe_in_the_place_of_a_file_is_an_error_at_once(tmp_path: Path, name: str) -> None:
+    run = enter(tmp_path)
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    with raises(RunDirectoryError, name):
+        run = RunDirectory.open(run.path)
+        for read in (run.trials, run.command, run.graph, run.profile):
+            read()
+
+
 def test_a_directory_of_another_question_is_refused(tmp_path: Path) -> None:
     run = enter(tmp_path)
     other = QUESTION | {"budget": "40%", "extra": 1}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,12 @@ def test_a_bomb_is_refused_at_once() -> None:
     for text in ("a: " + "x" * 2_000_000, "[" * 5000 + "]" * 5000):
         with pytest.raises(UsageError):
             parse(text, "f.yaml")
+
+
+def test_a_pipe_is_an_error_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plan.yaml")
+    with pytest.raises(UsageError, match=r"plan.yaml cannot be read: .* a pipe"):
+        read(tmp_path / "plan.yaml")
 
 
 @given(st.text(max_size=80))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,7 @@ def test_other_files_are_refused_with_their_line(tmp_path: Path, wrong: str) -> 
     assert str(file) in caught.value.message and caught.value.remedy
     with pytest.raises(UsageError):
         parse_lengths(str(tmp_path / "none"))
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (str(tmp_path / "pipe"), "/dev/zero"):
+        with pytest.raises(UsageError):
+            parse_lengths(endless)
