@@ -27,6 +27,7 @@ from autockpt.workload.factory import is_factory
 from autockpt.workload.failures import summary
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+MOST_LAYERS = 2000
 _FORMS = "a built-in shape, a hub id, a directory, a config.json, or package.module:function"
 
 
@@ -54,7 +55,8 @@ class ConfigSource:
 def find_config(spec: WorkloadSpec) -> ConfigSource:
     """The configuration that ``spec.model`` names; weights are not touched.
 
-    Local files come first, then built-in shapes, then the hub's cache and the hub. Raises WorkloadError.
+    Local files come first, then built-in shapes, then the hub's cache and the hub. Raises WorkloadError, also for a
+    number of layers that no model has.
     """
     name = spec.model
     path = Path(name).expanduser()
@@ -69,6 +71,16 @@ def find_config(spec: WorkloadSpec) -> ConfigSource:
     if name.endswith(".json") or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         raise WorkloadError(f"there is no file or directory {name!r}", remedy=f"--model takes {_FORMS}.")
     return _from_hub(name, spec)
+
+
+def _check_layers(config: Mapping[str, Any], where: str) -> None:
+    """Refuse what would count as no layers, or be built and traced for hours."""
+    for name in sorted(_COUNTS & config.keys()):
+        if isinstance(config[name], int) and not 0 <= config[name] <= MOST_LAYERS:
+            raise WorkloadError(
+                f"the configuration of {where} says {name}: {config[name]}",
+                remedy=f"Models of 0 to {MOST_LAYERS:,} layers are planned for; correct the number.",
+            )
 
 
 def _from_shape(name: str) -> ConfigSource:
@@ -104,6 +116,7 @@ def _from_file(path: Path, spec: WorkloadSpec) -> Any:
     if model_type not in CONFIG_MAPPING and "auto_map" not in data:
         remedy = did_you_mean(model_type, CONFIG_MAPPING) or "A newer transformers may know it."
         raise WorkloadError(f"{path}: transformers knows no model_type {model_type!r}", remedy=remedy)
+    _check_layers(data, str(path))  # before anything is made of it: some configurations hold an entry per layer
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
     except Exception as error:

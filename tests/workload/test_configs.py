@@ -52,6 +52,8 @@ def test_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         {},
         {"model_type": "lama"},
         {"model_type": "llama", "hidden_size": "wide"},
+        {"model_type": "qwen2", "num_hidden_layers": 10**9},
+        {"model_type": "llama", "num_hidden_layers": -3},
         {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}},
     ],
 )
