@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -248,15 +248,23 @@ def take_over(args: Any, model: Any, *, aloud: bool) -> None:
 def _refuse_own_checkpointing(args: Any) -> None:
     """Raise ConflictError where training arguments ask for activation checkpointing or offloading on top of the plan's.
 
-    The Trainer mirrors one spelling in the other, so which of them was written is not known.
+    The Trainer mirrors one spelling in the other, so which of them was written is not known. FSDP has a switch too.
     """
-    asked = [name for name in _SPELLINGS if getattr(args, name, False)]
-    asked = asked or ["activation_offloading"] * bool(getattr(args, "activation_offloading", False))
+    spelt = [name for name in _SPELLINGS if getattr(args, name, False)]
+    asked = [f"{' or '.join(spelt)}=True"] * bool(spelt)
+    off = [f"{name}=False" for name in spelt[:1]]
+    if getattr(args, "activation_offloading", False):
+        asked.append("activation_offloading=True")
+        off.append("activation_offloading=False")
+    fsdp = getattr(args, "fsdp_config", None)
+    if isinstance(fsdp, Mapping) and str(fsdp.get(_SPELLINGS[0])).lower() in ("true", "1", "yes"):
+        asked.append(f"{_SPELLINGS[0]} in fsdp_config")
+        off.append(f"fsdp_config without {_SPELLINGS[0]}")
     if not asked:
         return
     raise ConflictError(
-        f"{type(args).__name__} has {' or '.join(asked)}=True, and AutockptCallback is to apply a plan: a layer can "
+        f"{type(args).__name__} has {' and '.join(asked)}, and AutockptCallback is to apply a plan: a layer can "
         "follow only one of them",
-        remedy=f"The plan wins where the arguments leave activations alone: pass {asked[0]}=False to "
+        remedy=f"The plan wins where the arguments leave activations alone: pass {' and '.join(off)} to "
         f"{type(args).__name__}(…). To train with the Trainer's own instead, leave AutockptCallback out.",
     )

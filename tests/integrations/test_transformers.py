@@ -193,6 +193,14 @@ def test_the_trainers_own_is_an_error(tmp_path, spelling, when):
     assert caught.value.message.count("=True") == 1  # the mirrored spelling is not named as a second conflict
 
 
+@pytest.mark.parametrize("spelling", [None, SPELLINGS[0]])
+def test_checkpointing_in_fsdp_config_is_an_error_as_well(tmp_path, spelling):
+    options = {"fsdp_config": {NEW: True}, **({spelling: True} if spelling else {})}
+    named = [NEW, "fsdp_config", *([f"{spelling}=False"] if spelling else [])]
+    with raises(ConflictError, *named):
+        trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan())], **options)
+
+
 def test_a_plan_of_another_model_is_found_before_training(tmp_path):
     with raises(PlanError, "h.0"):
         trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan({"h.0": "recompute"}))]).train()
