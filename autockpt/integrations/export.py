@@ -100,7 +100,8 @@ def export(plan: Plan, target: str) -> Exported:
 def read(plan: Plan) -> LayerChoices:
     """A plan's choices layer by layer. Raises PlanError where it does not list the model's layers."""
     head = plan.head
-    chosen = {n: c.kind for n, c in plan.expand([n for n in plan.model.classes if n != head], head).items()}
+    listed = [n for n in plan.model.classes if n != head]
+    chosen = {n: c.kind for n, c in plan.expand(listed, head).items()} if listed else {}
     outer = outermost(chosen)
     layers = {n: chosen[n] for n in outer if n.rpartition(".")[2].isdigit()}
     if not layers:
@@ -108,10 +109,11 @@ def read(plan: Plan) -> LayerChoices:
             "the plan lists no layers under `model:`, named as model.layers.0 is",
             remedy="Export a plan that autockpt search wrote.",
         )
-    for kind, names in _grouped({n: k for n, k in chosen.items() if n not in outer and k != "save"}):
-        for layer in layers:
-            if inside := [n.removeprefix(f"{layer}.") for n in names if n.startswith(f"{layer}.")]:
-                layers[layer] = f"{kind} (of {', '.join(inside)})"
+    parts = {n: k for n, k in chosen.items() if n not in outer and k != "save"}
+    for layer in layers:
+        inside = {n.removeprefix(f"{layer}."): k for n, k in parts.items() if n.startswith(f"{layer}.")}
+        if inside:
+            layers[layer] = ", ".join(f"{kind} (of {', '.join(names)})" for kind, names in _grouped(inside))
     return LayerChoices(layers, {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"})
 
 

@@ -173,6 +173,8 @@ def test_a_part_of_a_layer_frees_the_layer():
     assert any("model.layers.3: `save` instead of `recompute (of mlp)`" in loss for loss in result.losses)
     result = export(plan({"model.layers.0.mlp": "recompute"}), "transformers")
     assert any("`recompute` instead of `recompute (of mlp)`" in loss for loss in result.losses)
+    result = export(plan({"model.layers.0.mlp": "recompute", "model.layers.0.self_attn": "offload"}), "transformers")
+    assert any("offload (of self_attn)" in loss and "recompute (of mlp)" in loss for loss in result.losses)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -184,7 +186,7 @@ def test_an_export_says_that_it_loses_sets_for_small_batches(target):
 
 def test_a_plan_that_lists_no_layers_is_an_error():
     for made in (Plan(choices={"h.0-2": "recompute"}), Plan(choices={"lm_head": "recompute"})):
-        with raises(PlanError):
+        with raises(PlanError, "lists no layers"):
             export(made, "megatron")
 
 
