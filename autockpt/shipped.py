@@ -39,7 +39,6 @@ class ModelShape(Data):
     architecture: str | None = Field(default=None, description="model class; None: chosen by the model type")
     config: dict[str, Any]
     params: int = Field(gt=0, description="number of parameters of the whole model, head included")
-    hub_id: str | None = Field(default=None, description="where weights of this shape can be had")
     source: str = Field(description="where the figures are from")
     defaults: ShapeDefaults
 
