@@ -3,8 +3,7 @@
 Trials are minutes apart, and what else runs meanwhile can double a step; rounds in which every plan takes its turn do
 not see that. Among many noisy measurements the smallest is too small (the winner's curse): the name goes to the plan
 that wins when all contenders are interleaved. Plans that are surely slower drop out, so that time goes to the others
-(racing: Maron & Moore 1994), and nothing is measured that is not expected to find a plan faster by a notable share of
-the step.
+(racing: Maron & Moore 1994), and rounds end once the leader is surely as fast as the others.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autockpt.schema import Choice, Measurement, Trial
 
 FINALISTS = 3
 WORTH = 0.001  # of the step: plans that are expected to be faster than the best by less do not take part
-WITHIN = 0.005  # rounds go on while another plan is expected to be faster by more
+WITHIN = 0.005  # of the step: rounds go on while a rival may be faster than the leader by more
 EXPECTED_WITHIN = 0.01  # one standard deviation of predicted ratios of step times, as a share
 BATCH = 3
 MOST_ROUNDS = 15
@@ -67,9 +66,9 @@ class Final:
 def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, *, seconds: float) -> Final:
     """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).
 
-    Rounds go on until no rival is expected to be faster than the leader by more than ``WITHIN``, at most 15 rounds and
-    ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed. Who is surely slower
-    takes no further part.
+    Rounds go on until each rival's interval says that it is not faster than the leader by more than ``WITHIN``; at most
+    ``MOST_ROUNDS``, and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed. A
+    rival that is surely slower takes no further part.
     """
     choices = {t.number: t.choices for t in (*candidates, *extra)}
     times: dict[int, list[float]] = {number: [] for number in choices}
@@ -84,8 +83,7 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
         leader = min(rivals, key=lambda n: statistics.median(times[n]))
         rivals = [n for n in rivals if n == leader or judge(_ratio(times[n], times[leader])) != "slower"]
         final = Final(leader, times, tuple(n for n in rivals if n != leader))
-        error = math.sqrt(2) * final.error
-        settled = all(gain(_ratio(times[n], times[leader]).value - 1, error) <= WITHIN for n in final.undecided)
+        settled = all(judge(_ratio(times[n], times[leader]), 1 - WITHIN) == "slower" for n in final.undecided)
         if settled or len(times[leader]) >= MOST_ROUNDS or now + each * len(rivals) > end:
             return final
         playing = rivals
