@@ -116,7 +116,8 @@ def weighed(times: Mapping[int, float], expected: Mapping[int, float], error: fl
 def contenders(times: Mapping[int, float], error: float, *predictions: Mapping[int, float]) -> list[int]:
     """The numbers of the few trials that may be the fastest, by what was measured and any of these ``predictions``.
 
-    ``times`` and ``error`` as for ``weighed``. The most promising come first.
+    ``times`` and ``error`` as for ``weighed``, whose fastest by each of the predictions come first. Without any
+    expectation, ``{}``, that is the fastest as measured.
     """
     found = []
     for expected in predictions:

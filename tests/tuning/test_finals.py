@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from autockpt.schema import Measurement
+from autockpt.schema import Measurement, Prediction, Silence
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.finals import (
     BATCH,
     EXPECTED_WITHIN,
@@ -20,7 +21,9 @@ from autockpt.tuning.finals import (
     play,
     weighed,
 )
-from tests.samples import trial
+from autockpt.tuning.targets.measured import Measured
+from autockpt.tuning.trials import Trials
+from tests.samples import environment, trial
 
 
 def finals(noise: Any, seconds_left: float = 60.0) -> tuple[Final, list[tuple[int, ...]]]:
@@ -73,6 +76,24 @@ def test_only_what_may_be_the_fastest_takes_part() -> None:
     assert contenders(times, 0.05, {0: 1.0, 1: 1.1, 2: 1.1, 3: 1.5}, {0: 1.1, 1: 1.1, 2: 1.0, 3: 1.5}) == [0, 2]
     assert contenders(times, 0.03, {}) == [0, 1]
     assert len(contenders({n: 1 + n / 1000 for n in range(20)}, 0.01, {})) == FINALISTS
+
+
+def test_the_fastest_as_tried_takes_part_whatever_was_predicted() -> None:
+    seconds = {0: 1.2, 1: 1.05, 2: 1.0, 3: 1.06, 4: 1.07}
+    predicted = seconds | {2: 1.03, 3: 0.98, 4: 0.985}
+    trials = Trials(None)
+    trials.budget_bytes, trials.expected = 1, lambda: predicted
+    for number, each in seconds.items():
+        expected = Prediction(peak_bytes=1, step_seconds=predicted[number])
+        trials.put(trial(number, predicted=expected, measured=Measurement(peak_bytes=1, step_seconds=each)))
+    measurer = SimpleNamespace(
+        environment=environment(),
+        compare=lambda plans, rounds: {name: [seconds[int(name)]] * rounds for name in plans},
+        beat=None,
+    )
+    target = Measured(measurer, Clock(Silence()), request=None)  # type: ignore[arg-type]
+    named = target.winner(trials, [], math.inf)
+    assert named is not None and named.number == 2
 
 
 def swinging(plan: int, number: int) -> float:

@@ -144,10 +144,11 @@ class Measured(Target):
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
-        """The few that may be the fastest, by what they took and what was predicted.
+        """The few that may be the fastest: by what they took alone, and by that and what was predicted.
 
         What else runs on the machine may slow one trial down, minutes after another; predictions do not know of that,
-        unless the trials have corrected them. How far the two are apart says how much measurements can be trusted.
+        unless the trials have corrected them. How far the two are apart is taken for the error of measurements. It may be
+        that of predictions: the fastest as measured takes part as well.
         """
         if not (fitting := trials.ranking()):
             return []
@@ -156,7 +157,7 @@ class Measured(Target):
         apart = statistics.stdev(logs) if len(logs) > 1 else 0.0
         error = max(apart, statistics.median(map(noise_of, fitting)))
         times = {t.number: t.score_seconds for t in fitting}
-        return [trials.all[number] for number in contenders(times, error, trials.expected(), predicted)]
+        return [trials.all[number] for number in contenders(times, error, {}, trials.expected(), predicted)]
 
     def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
         """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
