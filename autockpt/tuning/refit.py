@@ -51,7 +51,8 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     # the output head's price nearly so: a small difference of large numbers, of which not even the sign is sure.
     head = np.array([kind in head_only for kind in kinds], dtype=bool)
     spread = np.maximum(np.abs(matrix[:, 1:]).max(axis=0, initial=0.0), 1e-9)
-    noise_seconds = float(np.median([noise_of(t) * t.score_seconds for t in scored]))  # one standard deviation, about
+    noises = [noise_of(t) * t.score_seconds for t in of_known_noise(scored) or scored]
+    noise_seconds = float(np.median(noises))  # one standard deviation, about
     noisy = np.where(head, 0.0, noise_seconds / PRIOR_ERROR)
     weight = np.maximum(np.where(head, HEAD_WEIGHT, PRIOR_WEIGHT) * spread, noisy)
     left = np.vstack([matrix, np.hstack([np.zeros((len(kinds), 1)), np.diag(weight)])])
@@ -83,6 +84,11 @@ def expected_seconds(problem: Problem, trials: Sequence[Trial]) -> dict[int, flo
 def noise_of(trial: Trial) -> float:
     """One standard deviation of a trial's step seconds, about, as a share: half of what holds in 95 of 100 cases."""
     return trial.measured.noise / 2 if trial.measured is not None else 0.0
+
+
+def of_known_noise(trials: Sequence[Trial]) -> list[Trial]:
+    """Those whose noise is known: all but those of a single step, which says nothing of its own."""
+    return [trial for trial in trials if trial.measured is None or trial.measured.noise < 1.0]
 
 
 def unseen_bytes(trials: Sequence[Trial]) -> int:

@@ -32,6 +32,11 @@ def trial(choices: dict[str, Choice], seconds: float, *, predicted: int = 500, m
     return samples.trial(0, choices=choices, predicted=Prediction(peak_bytes=predicted), measured=reading)
 
 
+def noisy(choices: dict[str, Choice], seconds: float, noise: float) -> Trial:
+    measured = Measurement(peak_bytes=500, step_seconds=seconds, noise=noise)
+    return trial(choices, seconds).model_copy(update={"measured": measured})
+
+
 def plan(*choices: Choice) -> dict[str, Choice]:
     return {f"layers.{i}": choice for i, choice in enumerate(choices)}
 
@@ -84,16 +89,22 @@ def test_a_choice_that_adds_less_than_the_noise_keeps_its_price() -> None:
     options = tuple(o.model_copy(update={"seconds": o.seconds / 100}) for o in small.units[0].options)
     small = small.model_copy(update={"units": tuple(u.model_copy(update={"options": options}) for u in small.units)})
 
-    def noisy(choices: dict[str, Choice], seconds: float, noise: float) -> Trial:
-        measured = Measurement(peak_bytes=500, step_seconds=seconds, noise=noise)
-        return trial(choices, seconds).model_copy(update={"measured": measured})
-
     def scale(noise: float) -> float:
         trials = [noisy(plan(*[SAVE] * 4), 0.99, noise), noisy(plan(*[RECOMPUTE] * 4), 1.01, noise)]
         return fit(small, trials).scale["recompute"]
 
     assert scale(0.02) == pytest.approx(1.0, abs=0.1)
     assert scale(0.0) > 3
+
+
+def test_trials_of_a_single_step_leave_corrections_on() -> None:
+    """Their noise is not known. Recomputing takes half as much again as the profile says."""
+    counts = {4: 0.01, 0: 0.01, 1: 1.0, 2: 1.0, 3: 1.0}
+    trials = [
+        noisy(plan(*[RECOMPUTE] * count, *[SAVE] * (4 - count)), 1 + 0.03 * count, noise)
+        for count, noise in counts.items()
+    ]
+    assert fit(problem(), trials).scale["recompute"] == pytest.approx(1.5, rel=0.05)
 
 
 def test_bytes_that_ghost_runs_miss_are_kept_as_headroom() -> None:

@@ -23,7 +23,7 @@ from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.proposers.sampler import NEUTRAL, Study, knobs_for, sampler_for
-from autockpt.tuning.refit import Fit, expected_seconds, fit, noise_of, priced, unseen_bytes
+from autockpt.tuning.refit import Fit, expected_seconds, fit, noise_of, of_known_noise, priced, unseen_bytes
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import (
     AS_FAST,
@@ -327,7 +327,7 @@ class SolverProposer(Proposer):
         predict, problem = self._fit.predict, self.unscaled_problem
         choices, _ = self._solved({}, self.target.terms.checks)
         most = predict(problem, choices) * (1 + AS_FAST)
-        fitting = [t for t in self.trials.scored if t.feasible and priced(problem, t.choices)]
+        fitting = [t for t in of_known_noise(self.trials.scored) if t.feasible and priced(problem, t.choices)]
         known = [(t, seconds) for t in fitting if (seconds := predict(problem, t.choices)) <= most]
         return any(t.score_seconds <= seconds * (1 + max(AS_FAST, 2 * noise_of(t))) for t, seconds in known)
 

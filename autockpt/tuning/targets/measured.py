@@ -25,7 +25,7 @@ from autockpt.tuning.finals import BATCH, MOST_ROUNDS, contenders, first_rounds,
 from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.opening import traced
 from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.refit import noise_of
+from autockpt.tuning.refit import noise_of, of_known_noise
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, preferred
 
@@ -147,15 +147,15 @@ class Measured(Target):
         """The few that may be the fastest: by what they took alone, and by that and what was predicted.
 
         What else runs on the machine may slow one trial down, minutes after another; predictions do not know of that,
-        unless the trials have corrected them. How far the two are apart is taken for the error of measurements. It may be
-        that of predictions: the fastest as measured takes part as well.
+        unless the trials have corrected them. How far the two are apart is taken for the error of measurements. It may
+        be that of predictions: the fastest as measured takes part as well.
         """
         if not (fitting := trials.ranking()):
             return []
         predicted = {t.number: s for t in trials.scored if t.predicted is not None and (s := t.predicted.step_seconds)}
         logs = [math.log(t.score_seconds / predicted[t.number]) for t in trials.scored if t.number in predicted]
         apart = statistics.stdev(logs) if len(logs) > 1 else 0.0
-        error = max(apart, statistics.median(map(noise_of, fitting)))
+        error = max(apart, statistics.median(map(noise_of, of_known_noise(fitting) or fitting)))
         times = {t.number: t.score_seconds for t in fitting}
         return [trials.all[number] for number in contenders(times, error, {}, trials.expected(), predicted)]
 
