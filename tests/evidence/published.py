@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -107,7 +108,7 @@ def predict(job: Job, folder: Path) -> Predicted:
     )
 
 
-def bert_large(batch_size: int) -> Step:
+def bert_large(batch_size: int, micro_batches: int = 1, autocast: str | None = None) -> Step:
     """Classification at 512 tokens; AdamW goes from parameter to parameter, as transformers' own did in 2022."""
     config = transformers.BertConfig(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
@@ -116,7 +117,16 @@ def bert_large(batch_size: int) -> Step:
     model = transformers.BertForSequenceClassification(config).train()
     ids = torch.randint(config.vocab_size, (batch_size, 512))
     batch = {"input_ids": ids, "labels": torch.zeros(batch_size, dtype=torch.long)}
-    return Step(model, batch, optimizer=torch.optim.AdamW(model.parameters(), foreach=False))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if autocast else None
+    return Step(
+        model, batch, optimizer=optimizer, max_grad_norm=1.0, accumulate=micro_batches, autocast=autocast, scaler=scaler
+    )
+
+
+bert_large_of_4 = partial(bert_large, micro_batches=4)
+bert_large_fp16 = partial(bert_large, autocast="fp16")
+bert_large_of_4_fp16 = partial(bert_large, micro_batches=4, autocast="fp16")
 
 
 def bert_base(batch_size: int, seq_len: int, attn: str) -> tuple[Any, Any, Any]:
