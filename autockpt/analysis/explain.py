@@ -150,8 +150,8 @@ def explain_step(
     what fits the budget; plain training where ``any_budget`` will do."""
     with open_subject(request, plan, listener) as subject:
         found, cost_model, card = subject.found, subject.cost_model, request.hardware
-        # nominal times rank plans, and are shown to nobody
-        known, trials = searched(subject.request, cost_model, listener if subject.basis[0] != "nominal" else Silence())
+        watching = _WithoutTrials(listener) if subject.basis[0] == "nominal" else listener
+        known, trials = searched(subject.request, cost_model, watching)
         if subject.choices is not None:
             known.keep(subject.choices, cost_model.predictor.predict(subject.choices))
         budget = None if any_budget else trials.budget
@@ -170,7 +170,7 @@ def explain_step(
             subject.basis,
             (found.plain, graph),
             subject.head,
-            cost_model.predictor.needs(graph),
+            known.reach(choices).peak_bytes,
             card,
             plan.measured if plan is not None and status == "measured" else None,
             cost_model.profile,
@@ -184,6 +184,25 @@ def explain_step(
             step_note=step_note(environment, request.workload),
             notes=(*found.all_notes, *notes, *on_host, *([said_of(card)] if card is not None else [])),
         )
+
+
+@dataclass(frozen=True)
+class _WithoutTrials(Listener):
+    """Hears of stages and how far they are. Trials by nominal times rank plans, and are shown to nobody."""
+
+    listener: Listener
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        self.listener.stage(name, total)
+
+    def advance(self, steps: int = 1) -> None:
+        self.listener.advance(steps)
+
+    def trial(self, trial: Trial, best: Trial | None) -> None:
+        self.listener.advance()
+
+    def note(self, text: str) -> None:
+        self.listener.note(text)
 
 
 def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> Explanation | None:
@@ -202,7 +221,7 @@ def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> E
         return None
     if answer is None or profile is None or plan.status == "unmeasured" or answer.hash != plan.hash:
         return None
-    if base is None or graph is None or plan.predicted is None:
+    if base is None or graph is None or plan.predicted is None or plan.predicted.step_seconds is None:
         return None
     saving: dict[str, Choice] = {unit.name: SAVE for unit in base.blocks()}
     choices = saving | plan.expand_planned()

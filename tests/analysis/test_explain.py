@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autockpt.analysis.explain import explain
 from autockpt.analysis.holdings import COME_AND_GO
-from autockpt.schema import Plan
+from autockpt.analysis.why import Known, searched
+from autockpt.cost import CostModel
+from autockpt.schema import Listener, Plan, SearchRequest
+from autockpt.tuning.trials import Trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
 
@@ -31,6 +35,18 @@ def test_a_budget(tmp_path: Path) -> None:
     assert said.why is not None and said.why.chosen.peak_bytes == said.peak_bytes and said.why.best is None
     assert any(step.ours for step in said.budgets)
     assert said.model_validate_json(said.model_dump_json()) == said
+
+
+def test_the_peak_is_that_which_the_search_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps_more(request: SearchRequest, cost_model: CostModel, listener: Listener) -> tuple[Known, Trials]:
+        found, predictor = searched(request, cost_model, listener), cost_model.predictor
+        predictor.needs = replace(predictor.needs, context_bytes=predictor.needs.context_bytes + 10**6)
+        return found
+
+    monkeypatch.setattr("autockpt.analysis.explain.searched", keeps_more)
+    said = explain(None, JOB, budget="50%act")
+    assert said.fits and said.why is not None and said.peak_bytes == said.why.chosen.peak_bytes
+    assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
 
 
 def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> None:

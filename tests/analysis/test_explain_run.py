@@ -62,6 +62,8 @@ def test_only_a_plan_of_the_runs_graphs_is_explained_from_them(run: RunDirectory
     run.plan_path.write_text(text.replace("h.0: recompute", "h.0: save"))
     assert explain_run(run.path, plan_at(run.path)) is None, "an edited plan"
     run.plan_path.write_text(text)
+    timeless = plan.model_copy(update={"predicted": Prediction(peak_bytes=1800)})
+    assert explain_run(run.path, timeless) is None, "a plan without predicted seconds"
     (run.path / "graph-plan.json.gz").unlink()
     assert explain_run(run.path, plan) is None, "a run without the plan's graph"
     assert explain_run(run.path.parent, plan) is None, "no run"
