@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from autockpt.analysis.explanation import BudgetStep, Reach, Why
@@ -98,7 +99,7 @@ def searched(request: SearchRequest, cost_model: CostModel, listener: Listener) 
         found = Loop(proposer, target, trials, request.trials, clock).run()
         if found.interrupted:
             raise KeyboardInterrupt
-        plans = look_around(cost_model, found, None, clock).plans
+        plans = look_around(cost_model, found, None, clock, math.inf).plans  # the same ones on a busy machine
     except InfeasibleError:
         plans = ghost_runs(cost_model)
     for tried in (*trials.all, *plans):

@@ -29,13 +29,15 @@ NOTABLE_ROOM = 0.03  # of the budget
 KEPT = 64  # ghost runs on record, the latest
 
 
-def look_around(cost_model: CostModel, found: SearchResult, known: Outlook | None, clock: Clock) -> Outlook:
-    """Predictions by the ghost runs of this search, and by those of plans for other budgets, as far as time allows.
+def look_around(
+    cost_model: CostModel, found: SearchResult, known: Outlook | None, clock: Clock, share: float = SHARE
+) -> Outlook:
+    """Predictions by the ghost runs of this search, and by those of plans for other budgets.
 
-    ``known`` is from an earlier search of this question.
+    They end after this ``share`` of the search's time. ``known`` is from an earlier search of this question.
     """
     assert found.best is not None
-    predictor, until = cost_model.predictor, clock.elapsed * (1 + SHARE)
+    predictor, until = cost_model.predictor, clock.elapsed * (1 + share)
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
     runs |= {plan_hash(run.choices): run for run in ghost_runs(cost_model)}
     plans = plans_around(cost_model, found.trials, found.best, found.budget.bytes)
