@@ -12,7 +12,7 @@ import pytest
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
 from autockpt.cost.roofline import roofline_times
 from autockpt.cost.step import simulate
-from autockpt.errors import ConflictError
+from autockpt.errors import ConflictError, DeviceOutOfMemory, MeasurementError
 from autockpt.schema import OFFLOAD, Choice, Graph, Measurement, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware
 from autockpt.solvers.problem import seconds_of
@@ -63,6 +63,25 @@ def test_ops_that_were_timed_are_not_timed_again() -> None:
     times = first.op_times()
     assert second.op_times() == times and (first.asked, second.asked) == (1, 0)
     assert [*first.measured] == ["save", "recompute", "offload"] and not second.measured
+
+
+def test_op_times_are_kept_where_one_rank_alone_runs_out_of_memory() -> None:
+    """No step can be taken after it, until all ranks are started again."""
+
+    class Rank(Machine):
+        broken = False
+
+        def measure(self, choices: Mapping[str, Any], *, steps: int) -> Measurement:
+            assert not self.broken
+            self.broken = True
+            error = DeviceOutOfMemory("on rank 1")
+            error.last = MeasurementError("no other step")
+            raise error
+
+    first, second = Rank(), Rank()
+    times = first.op_times()
+    assert times is not None and not first.measured
+    assert second.op_times() == times and (first.asked, second.asked) == (1, 0)
 
 
 def test_with_no_time_left_nothing_is_timed() -> None:
