@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -19,14 +20,19 @@ from autockpt.schema import (
     SAVE,
     Choice,
     Measurement,
+    OpTimes,
+    SearchRequest,
+    SearchSpace,
     Silence,
     parse_budget,
     parse_choice,
     plan_hash,
 )
-from autockpt.schema.known import ALL, NONE
+from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.runs import RunDirectory, best
 from autockpt.tuning.clock import Clock
+from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.targets.base import Target
 from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.trials import Candidate, Score, Trials
 from tests.errors import raises
@@ -367,6 +373,34 @@ def test_well_known_plans_that_are_no_rivals_are_measured_briefly() -> None:
     assert brief and not {NONE, ALL} & {t.name for t in brief}
     for trial in brief:
         assert not trial.feasible or trial.predicted.step_seconds > 1.05 * min(fitting)  # type: ignore[union-attr]
+
+
+def test_a_plan_over_the_host_budget_is_no_rival() -> None:
+    """Offloading every layer would be faster than recomputing every second one, which is measured briefly for that."""
+
+    class FastCopies(MadeUpDevice):
+        def believed(self, **more: Any) -> OpTimes:
+            return super().believed(copy_out_bandwidth=1e6, copy_in_bandwidth=1e6)
+
+        def measure(self, choices: Any, *, steps: int = 5, **more: Any) -> Measurement:
+            asked[plan_hash(choices)] = steps
+            return super().measure(choices, steps=steps, **more)
+
+    every_2 = plan_hash(known_plans(MadeUpDevice().names, ("recompute",))[EVERY_2])
+    for host_budget, brief in ((None, True), (1, False)):
+        asked: dict[str, int] = {}
+        search(FastCopies(), "50%act", host_budget=host_budget)
+        assert (asked[every_2] == 1) is brief
+
+
+def test_late_no_well_known_plan_is_ghost_run_to_find_rivals() -> None:
+    model = MadeUpDevice().profiled()
+    request = SearchRequest(budget=parse_budget("50%act"), space=SearchSpace())
+    proposer = SolverProposer(request, model, Target(), Trials(None), Clock(Silence(), timeout=1e-9))
+    proposer.begin()
+    loop: Any = SimpleNamespace(used_up=lambda: True)
+    assert [candidate.name for candidate in islice(proposer.baselines(loop), 2)] == [NONE, ALL]
+    assert model.predictor.known(proposer.known[EVERY_2]) is None
 
 
 @pytest.mark.parametrize("budget", ["30%act", "80%act"])

@@ -121,12 +121,17 @@ class SolverProposer(Proposer):
             raise self.infeasible()
 
     def _is_outclassed(self, candidate: Candidate) -> bool:
-        """Whether a well-known plan is no rival: it should not fit, or be slower than another one that should."""
-        fitting = [p for p in map(self._predict, self.known.values()) if p.peak_bytes <= self._budget.bytes]
-        least, ours = min((p.step_seconds or 0.0 for p in fitting), default=math.inf), candidate.predicted
+        """Whether a well-known plan is no rival: it should not fit, or be slower than another one that should.
+
+        Never one of the two that say what the budget means. Late, not all the others were ghost-run: they do not count.
+        """
+        ours, most, predictor = candidate.predicted, self._budget.bytes, self.cost_model.predictor
         assert ours is not None
-        over = ours.peak_bytes > (1 + AS_LEAN) * self._budget.bytes
-        return candidate.name not in (NONE, ALL) and (over or (ours.step_seconds or 0.0) > (1 + SURE) * least)
+        if candidate.name in (NONE, ALL):
+            return False
+        others = [p for plan in self.known.values() if (p := predictor.known(plan)) and not predictor.over_host(plan)]
+        least = min((p.step_seconds or 0.0 for p in others if p.peak_bytes <= most), default=math.inf)
+        return ours.peak_bytes > (1 + AS_LEAN) * most or (ours.step_seconds or 0.0) > (1 + SURE) * least
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
