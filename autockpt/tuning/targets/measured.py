@@ -172,8 +172,11 @@ class Measured(Target):
         if seconds <= 0:
             self.notes.append("the time limit left no room to measure the best plans interleaved")
             return trials.best
+        seconds = min(FINAL_SECONDS, seconds)  # for all finals until a winner holds the budget
         while finalists:
+            began = self.clock.elapsed
             fastest = self._fastest(trials, finalists, compared, known, seconds)
+            seconds -= self.clock.elapsed - began
             if (winner := self._confirmed(trials, fastest)).feasible:
                 return winner
             finalists = self._finalists(trials)
@@ -192,7 +195,7 @@ class Measured(Target):
         others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
         candidates = [*finalists, *(t for t in others if t.feasible)]
         extra = [t for t in others if not t.feasible]
-        seconds, listener = min(FINAL_SECONDS, seconds), self.clock.listener
+        listener = self.clock.listener
         listener.stage("time the best, interleaved", BATCH * len(extra) + MOST_ROUNDS * len(candidates))
 
         with self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
