@@ -64,7 +64,8 @@ def search_stages(
         plan, path = outcome.plan, outcome.plan_path
         assert plan is not None
         if run is not None and (lean := _leanest(run, outcome, slowest)) is not None:
-            plan, path = lean, run.write_plan(lean, PLAN_OF_STAGE)
+            plan, path = lean, run.path / PLAN_OF_STAGE
+            plan.save(path, replace=True)
         if request.plan_out is not None:
             path = request.plan_out.with_stem(f"{request.plan_out.stem}_{len(found)}")
             plan.save(path)

@@ -337,7 +337,7 @@ def test_what_kernels_leave_unwritten_is_no_mismatch(body: Any, kind: Any) -> No
 def test_running_statistics_written_after_saving_are_no_mismatch(kind: Any) -> None:
     def make() -> nn.Module:
         model = model_of(lambda unit, x: unit.norm(torch.tanh(unit.a(x))))
-        for unit in model.units:  # a copy of them for each row, which is large enough to leave the device
+        for unit in model.units.children():  # a copy of them for each row, which is large enough to leave the device
             unit.norm = nn.InstanceNorm1d(80, affine=True, track_running_stats=True)
         return model
 

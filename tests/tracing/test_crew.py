@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from autockpt.errors import AutockptError
-from autockpt.schema import WorkloadSpec, parse_choice
+from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.tracing import Tracer, crew
 from autockpt.tracing.process import can_fork
 from tests.tracing.reference import uniform
@@ -28,7 +28,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tracer, Tracer]]:
         yield several, alone
 
 
-def plans(tracer: Tracer) -> list[dict[str, object]]:
+def plans(tracer: Tracer) -> list[dict[str, Choice]]:
     return [uniform(kind, tracer.units) for kind in KINDS]
 
 

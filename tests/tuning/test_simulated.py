@@ -156,7 +156,7 @@ def test_a_unet_is_cut_planned_and_trained_exactly(tmp_path: Path) -> None:
     assert plan.predicted is not None and plan.predicted.peak_bytes <= 1_900_000
     assert any("Nothing repeats" in note for note in outcome.notes)
     step, saving = unet(), dict.fromkeys(plan.settings["units"].split(","), SAVE)
-    assert set(plan.expand_planned().values()) != {SAVE}
+    assert any(choice != SAVE for choice in plan.expand_planned().values())
     assert equal(gradients(step, saving), gradients(step, plan))
     with raises(PlanError):
         apply(one_block().model, plan)
