@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import tests.gpu.__main__ as script
+from autockpt.devices import get_device
 from autockpt.process import child_environment
 from tests.gpu.contract import FILES
 from tests.gpu.items import Context, Item, items_of, read, write
@@ -81,7 +82,9 @@ def test_a_row_that_runs_out_of_memory_leaves_the_others():
     from tests.gpu.jobs import _in_turns
 
     class Runner:
-        def compare(self, plans: dict[str, Any], *, rounds: int, budget_bytes: int) -> dict[str, list[float]]:
+        device = get_device("cpu")
+
+        def compare(self, plans: dict[str, Any], *, rounds: int) -> dict[str, list[float]]:
             if "tight" in plans:
                 raise DeviceOutOfMemory("plan 'tight' ran out of memory on cuda:0")
             return dict.fromkeys(plans, [1.0] * rounds)
