@@ -20,7 +20,7 @@ from autockpt.schema import words
 from autockpt.schema.base import Data, did_you_mean
 from autockpt.schema.known import known_plans
 from autockpt.schema.names import listing, outermost
-from autockpt.schema.plan import Comparison, Plan
+from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import format_binary
 
 _CHECKPOINTING = "gradient_checkpointing"  # the spelling that every version of transformers and axolotl has
@@ -84,7 +84,7 @@ def export(plan: Plan, target: str) -> Exported:
     wanted = read(plan)
     setting = TARGETS[target](wanted)
     losses = list(losses_of(wanted, setting))
-    notes = [*setting.notes, *_figures(plan.baselines, setting.done_to(wanted.layers))]
+    notes = [*setting.notes, *_figures(plan, setting.done_to(wanted.layers))]
     if plan.smaller_batches:
         sets = f"{len(plan.smaller_batches)} more sets of choices, for smaller batches"
         losses.append(f"{sets}: these settings are for the largest")
@@ -134,15 +134,16 @@ def _grouped(choices: dict[str, Any]) -> Iterable[tuple[Any, list[str]]]:
         yield kind, [name for name, k in choices.items() if k == kind]
 
 
-def _figures(baselines: Iterable[Comparison], does: dict[str, str]) -> Iterable[str]:
+def _figures(plan: Plan, does: dict[str, str]) -> Iterable[str]:
     """What a plan's search found about this very setting, where it is one of the usual plans compared there."""
     usual = known_plans(list(does), ("recompute", "offload", "recompute_offload"))
-    for row in baselines:
+    for row in plan.baselines:
         reading = row.measured or row.predicted
         if reading is not None and {unit: c.kind for unit, c in usual.get(row.name, {}).items()} == does:
             how = "measured" if row.measured is not None else "predicted"
             said = f"the plan's search {how} this setting (`{row.name}`): {words.step_of(reading)} a step"
-            yield f"{said}, peak {format_binary(reading.peak_bytes)}"
+            over = plan.budget is not None and reading.peak_bytes > plan.budget.bytes
+            yield f"{said}, peak {format_binary(reading.peak_bytes)}{', over the budget' * over}"
 
 
 def nearest_stride(wanted: LayerChoices, first: Callable[[int], int]) -> tuple[int, list[str]]:

@@ -12,7 +12,7 @@ import yaml
 
 from autockpt.errors import PlanError, UsageError
 from autockpt.integrations.export import TARGETS, LayerChoices, export, losses_of
-from autockpt.schema import Comparison, Measurement, Plan
+from autockpt.schema import Comparison, Measurement, Plan, ResolvedBudget
 from autockpt.schema.plan import Structure, When
 from tests.errors import raises
 
@@ -198,5 +198,8 @@ def test_an_unknown_trainer():
 def test_what_the_search_knows_of_the_exported_setting_is_printed():
     row = Comparison(name="recompute all", verdict="fits", measured=Measurement(peak_bytes=2**30, step_seconds=0.5))
     made = plan({"model.layers.0-4": "recompute"}).model_copy(update={"baselines": (row,)})
-    assert any("500 ms" in note and "1.00 GiB" in note for note in export(made, "transformers").notes)
+    assert any(note.endswith("500 ms a step, peak 1.00 GiB") for note in export(made, "transformers").notes)
+    small = ResolvedBudget(asked="1GB", bytes=10**9)
+    tight = made.model_copy(update={"budget": small})
+    assert any(note.endswith("peak 1.00 GiB, over the budget") for note in export(tight, "transformers").notes)
     assert not any("500 ms" in note for note in export(made, "megatron").notes), "the first five layers alone"
