@@ -50,10 +50,14 @@ class Unit(nn.Module):
         return self.body(self, *args, **kwargs)
 
 
+def nothing(_: Tensor) -> None:
+    """A function of Python's, which every compiler traces."""
+
+
 class Row(nn.Module):
     """Units in a row; ``between`` is called with the output of each."""
 
-    def __init__(self, make: Callable[[], nn.Module], n: int = 2, between: Callable[[Tensor], Any] = id) -> None:
+    def __init__(self, make: Callable[[], nn.Module], n: int = 2, between: Callable[[Tensor], Any] = nothing) -> None:
         super().__init__()
         self.units, self.between = nn.ModuleList(make() for _ in range(n)), between
 
