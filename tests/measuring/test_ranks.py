@@ -23,7 +23,7 @@ from autockpt.measuring import Ranks, ranks
 from autockpt.schema.choices import RECOMPUTE
 from tests.errors import raises
 from tests.measuring.sharded_models import WIDTH, sharded, squares, step_of
-from tests.runtime.processes import in_processes, in_two_processes, meet, needs_gloo
+from tests.runtime.processes import in_processes, meet, needs_gloo, on_ranks
 
 pytestmark = [pytest.mark.slow, needs_gloo]
 
@@ -33,19 +33,20 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def searches(rank: int, kind: str) -> list[str]:
-    step, groups = step_of(kind, 2), len(dist.distributed_c10d._world.pg_names)
+    ranks = dist.get_world_size()
+    step, groups = step_of(kind, ranks), len(dist.distributed_c10d._world.pg_names)
     before = [local(p).detach().clone() for p in step.model.parameters()]
     choices = ["recompute", "offload", "gathered"]
     plan = autockpt.search(step, budget="60%act", trials=1, choices=choices, progress=False, out=None)
     assert plan.measured is not None
-    told: list[str] = ["", ""]
+    told = [""] * ranks
     dist.all_gather_object(told, plan.hash)
-    wrong = [] if told[0] == told[1] else [f"plans {told}"]
+    wrong = [] if len(set(told)) == 1 else [f"plans {told}"]
     if len(dist.distributed_c10d._world.pg_names) != groups:
         wrong.append("process groups of the search are left")
     if not all(torch.equal(old, local(p)) for old, p in zip(before, step.model.parameters(), strict=True)):
         wrong.append("weights have changed")
-    if len(plan.measured.peak_by_rank) != 2 or plan.measured.peak_bytes > plan.budget.bytes:
+    if len(plan.measured.peak_by_rank) != ranks or plan.measured.peak_bytes > plan.budget.bytes:
         wrong.append(f"peaks {plan.measured.peak_by_rank} of {plan.budget}")
     with autockpt.apply(step.model, plan):
         step.forward_backward()
@@ -57,9 +58,10 @@ def searches(rank: int, kind: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("kind", ["fsdp2", "tensor-parallel", "ddp"])
-def test_all_ranks_get_one_plan_and_nothing_has_changed(kind: str, tmp_path: Path) -> None:
-    assert in_two_processes(partial(searches, kind=kind), tmp_path) == []
+def test_all_ranks_get_one_plan_and_nothing_has_changed(kind: str, ranks: int, tmp_path: Path) -> None:
+    assert on_ranks(partial(searches, kind=kind), tmp_path, ranks) == []
 
 
 def torchrun(folder: Path, job: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -137,7 +139,7 @@ def refusals(rank: int) -> list[str]:
 
 
 def test_ranks_that_do_not_ask_alike_are_refused_on_all(tmp_path: Path) -> None:
-    assert in_two_processes(refusals, tmp_path) == []
+    assert on_ranks(refusals, tmp_path) == []
 
 
 def fails(rank: int, folder: str, where: str) -> None:

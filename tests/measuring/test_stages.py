@@ -14,7 +14,7 @@ from autockpt.devices.cpu import allocator_peak
 from autockpt.schema.choices import parse_choice
 from autockpt.tracing import Tracer
 from tests.measuring.sharded_models import WIDTH, Layer
-from tests.runtime.processes import in_two_processes, needs_gloo
+from tests.runtime.processes import needs_gloo, on_ranks
 
 pytestmark = [pytest.mark.slow, needs_gloo]
 MICRO_BATCHES, ROWS, VOCABULARY = 6, 512, 256
@@ -103,4 +103,4 @@ def stage_in(rank: int, schedule: str, kept: bool) -> list[str]:
 
 
 def test_a_stage_alone_is_the_stage_in_the_pipeline(tmp_path: Path) -> None:
-    assert in_two_processes(stages, tmp_path) == []
+    assert on_ranks(stages, tmp_path) == []

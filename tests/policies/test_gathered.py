@@ -20,7 +20,7 @@ from autockpt.tracing import Tracer
 from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, WIDTH, Layer, Model, sharded, step_of
 from tests.policies.zoo import Ops, number
-from tests.runtime.processes import in_processes, in_two_processes, meet, needs_gloo
+from tests.runtime.processes import in_processes, meet, needs_gloo, on_ranks
 
 NAMES = [f"layers.{i}" for i in range(LAYERS)]
 AGAIN = Recompute(gathered=True)
@@ -108,7 +108,7 @@ def leaves_weights_as_without_it(rank: int) -> list[str]:
 @pytest.mark.slow
 @needs_gloo
 def test_weights_that_no_backward_needs_are_freed_as_without_a_plan(tmp_path: Path) -> None:
-    assert in_two_processes(leaves_weights_as_without_it, tmp_path) == []
+    assert on_ranks(leaves_weights_as_without_it, tmp_path) == []
 
 
 def gathers_again_once_put_back(rank: int) -> list[str]:
@@ -127,13 +127,13 @@ def gathers_again_once_put_back(rank: int) -> list[str]:
 @pytest.mark.slow
 @needs_gloo
 def test_compiled_layers_put_back_are_gathered_again(tmp_path: Path) -> None:
-    assert in_two_processes(gathers_again_once_put_back, tmp_path) == []
+    assert on_ranks(gathers_again_once_put_back, tmp_path) == []
 
 
 @pytest.mark.slow
 @needs_gloo
 def test_a_gathered_layer_is_gathered_once_less(tmp_path: Path) -> None:
-    assert in_two_processes(gathers_less, tmp_path) == []
+    assert on_ranks(gathers_less, tmp_path) == []
 
 
 def measured_peaks(rank: int, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Two processes that train together (gloo), for tests."""
+"""Processes that train together (gloo), for tests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def in_two_processes(work: Callable[[int], list[str]], folder: Path) -> list[str]:
-    """Run ``work(rank)``, a function of a module, in both at once; what it found wrong, by rank.
+def on_ranks(work: Callable[[int], list[str]], folder: Path, number: int = 2) -> list[str]:
+    """Run ``work(rank)``, a function of a module, in so many processes at once; what it found wrong, by rank.
 
     ``folder`` is an empty directory for what they share. An exception in one of them is raised here.
     """
-    in_processes(_one_process, (work, str(folder)), 2)
-    files = ((rank, folder / f"{rank}.txt") for rank in (0, 1))
+    in_processes(_one_process, (work, str(folder), number), number)
+    files = ((rank, folder / f"{rank}.txt") for rank in range(number))
     return [f"rank {rank}: {line}" for rank, file in files for line in file.read_text().splitlines()]
 
 
@@ -59,8 +59,8 @@ def meet(rank: int, folder: str, number: int = 2, **options: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=number, **options)
 
 
-def _one_process(rank: int, work: Callable[[int], list[str]], folder: str) -> None:
-    meet(rank, folder)
+def _one_process(rank: int, work: Callable[[int], list[str]], folder: str, number: int) -> None:
+    meet(rank, folder, number)
     wrong = work(rank)
     dist.barrier()
     Path(folder, f"{rank}.txt").write_text("\n".join(wrong))

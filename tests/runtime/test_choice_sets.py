@@ -24,7 +24,7 @@ from autockpt.runtime.choice_sets import BatchSets, BatchSize, batch_size
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, parse_choice
 from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal
-from tests.runtime.processes import in_two_processes, needs_gloo
+from tests.runtime.processes import needs_gloo, on_ranks
 
 LLAMA = CASES["llama"]
 LAYERS = "model.layers.0-2"
@@ -285,4 +285,4 @@ def _agree(rank: int) -> list[str]:
 @pytest.mark.slow
 @needs_gloo
 def test_ranks_agree_where_weights_are_sharded(tmp_path: Path) -> None:
-    assert not in_two_processes(_agree, tmp_path)
+    assert not on_ranks(_agree, tmp_path)

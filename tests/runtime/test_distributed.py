@@ -29,7 +29,7 @@ from autockpt.schema.choices import (
 )
 from tests.errors import raises
 from tests.policies.zoo import CASES, Ops, number
-from tests.runtime.processes import in_two_processes, needs_gloo, two_steps
+from tests.runtime.processes import needs_gloo, on_ranks, two_steps
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +147,7 @@ def all_plans(rank: int) -> list[str]:
 
 @needs_gloo
 def test_ddp_and_fsdp2(tmp_path):
-    assert in_two_processes(all_plans, tmp_path) == []
+    assert on_ranks(all_plans, tmp_path) == []
 
 
 def all_plans_under_fsdp1(rank: int) -> list[str]:
@@ -169,7 +169,7 @@ def all_plans_under_fsdp1(rank: int) -> list[str]:
 
 @needs_gloo
 def test_fsdp1(tmp_path):
-    assert in_two_processes(all_plans_under_fsdp1, tmp_path) == []
+    assert on_ranks(all_plans_under_fsdp1, tmp_path) == []
 
 
 # --- the output head: with its loss, or softmax alone, in chunks
@@ -207,9 +207,9 @@ def head_that_is_sharded_by_itself(rank: int) -> list[str]:
 @needs_gloo
 @pytest.mark.parametrize("choice", [ChunkedLoss(tokens=50), ChunkedSoftmax(chunks=8)], ids=lambda choice: choice.kind)
 def test_heads_in_chunks(choice, tmp_path):
-    assert in_two_processes(partial(chunked, choice=choice), tmp_path) == []
+    assert on_ranks(partial(chunked, choice=choice), tmp_path) == []
 
 
 @needs_gloo
 def test_a_head_that_is_sharded_by_itself_has_no_loss_in_chunks(tmp_path):
-    assert in_two_processes(head_that_is_sharded_by_itself, tmp_path) == []
+    assert on_ranks(head_that_is_sharded_by_itself, tmp_path) == []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autockpt.runtime import attach
 from autockpt.schema.choices import parse_choice
-from tests.runtime.processes import in_two_processes, needs_gloo
+from tests.runtime.processes import needs_gloo, on_ranks
 
 pytestmark = pytest.mark.slow
 LENGTH, HEADS, SIZE = 32, 2, 8
@@ -111,4 +111,4 @@ def work(rank: int) -> list[str]:
 
 @needs_gloo
 def test_gradients_are_bit_equal_under_context_parallelism(tmp_path):
-    assert in_two_processes(work, tmp_path) == []
+    assert on_ranks(work, tmp_path) == []
