@@ -6,7 +6,6 @@ the process ends, however it ends. Where the cache directory cannot be written n
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from autockpt.devices import Device
 from autockpt.errors import MeasurementError
 from autockpt.policies.offload import MOVING
 from autockpt.schema.choices import Choice
-from autockpt.schema.files import cache_directory, locked
+from autockpt.schema.files import cache_directory, locked, open_in_place
 
 POLL_SECONDS = 0.25
 _held: set[str] = set()  # by this process, whose searches within a search wait for nobody
@@ -72,7 +71,7 @@ def _alone(name: str, what: str, note: Callable[[str], None], wait: bool) -> Ite
     if name not in _held:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_in_place(path)
     if descriptor is None:
         yield
         return
