@@ -2,8 +2,9 @@
 
 Trials are minutes apart, and what else runs meanwhile can double a step; rounds in which every plan takes its turn do
 not see that. Among many noisy measurements the smallest is too small (the winner's curse): the name goes to the plan
-that wins when all contenders are interleaved. Plans that are surely slower drop out, so that time goes to the others
-(racing: Maron & Moore 1994), and rounds end once the leader is surely as fast as the others.
+that wins when all contenders are interleaved, predictions taken into account. Rounds go on for as long as they may pay
+(expected improvement: Mockus 1975; racing: Maron & Moore 1994): a plan that is not expected to be notably faster than
+the leader takes no further part.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from itertools import chain, zip_longest
 
 import numpy as np
 
-from autockpt.measuring.statistics import Interval, judge, noise, ratio_interval
+from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.schema import Choice, Measurement, Trial
 
 FINALISTS = 3
-WORTH = 0.001  # of the step: plans that are expected to be faster than the best by less do not take part
-WITHIN = 0.005  # of the step: rounds go on while a rival may be faster than the leader by more
+WORTH = 0.001  # of the step: plans that are expected to be faster than the best by less take no part
 EXPECTED_WITHIN = 0.01  # one standard deviation of predicted ratios of step times, as a share
 BATCH = 3
 MOST_ROUNDS = 15
@@ -38,37 +38,42 @@ Compare = Callable[..., Mapping[str, Sequence[float]]]  # plans by name, rounds=
 @dataclass(frozen=True)
 class Final:
     """Outcome of the finals. ``times`` are interleaved seconds per trial number, round by round from the first on, of
-    some more rounds than of others; ``undecided`` names close rivals."""
+    some more rounds than of others; those of ``last`` were in all of them."""
 
-    winner: int
     times: dict[int, list[float]]
-    undecided: tuple[int, ...]
+    last: tuple[int, ...]
 
     def seconds(self, number: int) -> float:
-        """Step seconds of one that took part: by its ratio to the winner in the rounds that both have, so that all are
-        of the same conditions."""
-        best = self.times[self.winner]
-        return statistics.median(best) * _ratio(self.times[number], best).value
+        """Step seconds of one that took part: by its ratio to one of the last in the rounds that both have, so that all
+        are of the same conditions."""
+        base, ours = self.times[self.last[0]], self.times[number]
+        both = min(len(ours), len(base))
+        return statistics.median(base) * ratio_interval(ours[:both], base[:both]).value
 
     @property
     def error(self) -> float:
-        """One standard deviation, as a share, of what the undecided took, without what was common to their rounds."""
-        times = [self.times[number] for number in (self.winner, *self.undecided)]
-        rounds = min(map(len, times))
-        if rounds < 2 or len(times) < 2:
+        """One standard deviation, as a share, of what the last took, without what was common to their rounds."""
+        logs = np.log([self.times[number] for number in self.last])
+        plans, rounds = logs.shape
+        if rounds < 2 or plans < 2:
             return 0.0
-        logs = np.log([row[:rounds] for row in times])
         rest = logs - logs.mean(axis=0)
         rest -= rest.mean(axis=1, keepdims=True)
-        return math.sqrt((rest**2).sum() / ((len(times) - 1) * (rounds - 1)) / rounds)
+        return math.sqrt((rest**2).sum() / ((plans - 1) * (rounds - 1)) / rounds)
 
 
-def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, *, seconds: float) -> Final:
+def play(
+    candidates: Sequence[Trial],
+    extra: Sequence[Trial],
+    compare: Compare,
+    expected: Mapping[int, float],
+    *,
+    seconds: float,
+) -> Final:
     """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).
 
-    Rounds go on until each rival's interval says that it is not faster than the leader by more than ``WITHIN``; at most
-    ``MOST_ROUNDS``, and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed. A
-    rival that is surely slower takes no further part.
+    Rounds go on while another candidate than the leader may be the fastest, by what was measured and ``expected``; at
+    most ``MOST_ROUNDS``, and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed.
     """
     choices = {t.number: t.choices for t in (*candidates, *extra)}
     times: dict[int, list[float]] = {number: [] for number in choices}
@@ -80,11 +85,9 @@ def play(candidates: Sequence[Trial], extra: Sequence[Trial], compare: Compare, 
             times[int(name)].extend(values)
         now = time.monotonic()
         end, each = min(end, now + seconds), (now - began) / len(playing)
-        leader = min(rivals, key=lambda n: statistics.median(times[n]))
-        rivals = [n for n in rivals if n == leader or judge(_ratio(times[n], times[leader])) != "slower"]
-        final = Final(leader, times, tuple(n for n in rivals if n != leader))
-        settled = all(judge(_ratio(times[n], times[leader]), 1 - WITHIN) == "slower" for n in final.undecided)
-        if settled or len(times[leader]) >= MOST_ROUNDS or now + each * len(rivals) > end:
+        final = Final(times, tuple(rivals))
+        rivals = contenders({n: final.seconds(n) for n in rivals}, final.error, expected)
+        if len(rivals) == 1 or len(times[rivals[0]]) >= MOST_ROUNDS or now + each * len(rivals) > end:
             return final
         playing = rivals
 
@@ -113,6 +116,11 @@ def weighed(times: Mapping[int, float], expected: Mapping[int, float], error: fl
     return {n: t * (level * expected[n] / t) ** (1 - trust) if n in expected else t for n, t in times.items()}
 
 
+def weighed_error(error: float, expected: Mapping[int, float]) -> float:
+    """One standard deviation of what ``weighed`` gives, as a share."""
+    return EXPECTED_WITHIN * error / math.hypot(EXPECTED_WITHIN, error) if expected else error
+
+
 def contenders(times: Mapping[int, float], error: float, *predictions: Mapping[int, float]) -> list[int]:
     """The numbers of the few trials that may be the fastest, by what was measured and any of these ``predictions``.
 
@@ -121,8 +129,7 @@ def contenders(times: Mapping[int, float], error: float, *predictions: Mapping[i
     """
     found = []
     for expected in predictions:
-        both = weighed(times, expected, error)
-        within = EXPECTED_WITHIN * error / math.hypot(EXPECTED_WITHIN, error) if expected else error
+        both, within = weighed(times, expected, error), weighed_error(error, expected)
         best, *others = sorted(both, key=lambda n: both[n])
         close = (n for n in others if gain(both[n] / both[best] - 1, math.sqrt(2) * within) > WORTH)
         found.append([best, *close])
@@ -145,9 +152,3 @@ def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:
             "times": tuple(times),
         }
     )
-
-
-def _ratio(ours: Sequence[float], base: Sequence[float]) -> Interval:
-    """Of the rounds that both have."""
-    both = min(len(ours), len(base))
-    return ratio_interval(ours[:both], base[:both])

@@ -21,7 +21,16 @@ from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchS
 from autockpt.schema.known import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
-from autockpt.tuning.finals import BATCH, MOST_ROUNDS, contenders, first_rounds, play, remeasured, weighed
+from autockpt.tuning.finals import (
+    BATCH,
+    MOST_ROUNDS,
+    contenders,
+    first_rounds,
+    play,
+    remeasured,
+    weighed,
+    weighed_error,
+)
 from autockpt.tuning.infeasible import out_of_memory
 from autockpt.tuning.opening import traced
 from autockpt.tuning.proposers.solver import SolverProposer
@@ -195,11 +204,11 @@ class Measured(Target):
         others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
         candidates = [*finalists, *(t for t in others if t.feasible)]
         extra = [t for t in others if not t.feasible]
-        listener = self.clock.listener
+        listener, expected = self.clock.listener, trials.expected()
         listener.stage("time the best, interleaved", BATCH * len(extra) + MOST_ROUNDS * len(candidates))
 
         with self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
-            final = play(candidates, extra, self.measurer.compare, seconds=seconds)
+            final = play(candidates, extra, self.measurer.compare, expected, seconds=seconds)
         swings, drift = False, 1.0
         for number in final.times:
             trial = trials.all[number]
@@ -214,11 +223,11 @@ class Measured(Target):
                 trials.put(trial.model_copy(update={"measured": trial.measured.rescaled(drift)}))
         if swings:
             self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
-        times = {number: final.seconds(number) for number in (final.winner, *final.undecided)}
-        times = weighed(times, trials.expected(), final.error)
-        error = min(max(AS_FAST, final.error), MOST_ERROR)
+        times = weighed({t.number: final.seconds(t.number) for t in candidates}, expected, final.error)
+        error = min(max(AS_FAST, weighed_error(final.error, expected)), MOST_ERROR)
         named = preferred([trials.all[number] for number in times], times, trials.budget_bytes or 0, error)
-        if close := [f"#{number}" for number in times if number != named.number]:
+        most = min(times.values()) * (1 + error)
+        if close := [f"#{number}" for number, each in times.items() if each <= most and number != named.number]:
             self.notes.append(
                 f"trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine; "
                 "of equally fast plans the leanest is named, of equally lean ones the simplest"
