@@ -40,11 +40,12 @@ class LayerChoices:
 
     ``layers`` are what all layers do by name, in the model's order: the kind of a choice, and for a layer that saves
     but for a part of it that part's (``recompute (of mlp)``): freeing more than the plan keeps its budget, freeing less
-    breaks it. ``others`` are kinds of choice on anything else (a head, a loss).
+    breaks it. ``others`` are kinds of choice on anything else (a head, a loss). ``adapters``: it is these that train.
     """
 
     layers: dict[str, str]
     others: dict[str, str]
+    adapters: bool = False
 
     @property
     def to_free(self) -> list[str]:
@@ -114,7 +115,8 @@ def read(plan: Plan) -> LayerChoices:
         inside = {n.removeprefix(f"{layer}."): k for n, k in parts.items() if n.startswith(f"{layer}.")}
         if inside:
             layers[layer] = ", ".join(f"{kind} (of {', '.join(names)})" for kind, names in _grouped(inside))
-    return LayerChoices(layers, {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"})
+    others = {n: chosen[n] for n in outer if n not in layers and chosen[n] != "save"}
+    return LayerChoices(layers, others, plan.workload is not None and plan.workload.lora is not None)
 
 
 def losses_of(wanted: LayerChoices, setting: Setting) -> Iterable[str]:
@@ -184,14 +186,16 @@ def trl(wanted: LayerChoices) -> Setting:
 def axolotl(wanted: LayerChoices) -> Setting:
     """``gradient_checkpointing`` for all layers or none, with ``activation_offloading`` or ``selective_checkpointing``.
 
-    ``activation_offloading: true`` moves what all layers save instead of recomputing them; ``hidden_states`` recomputes
-    all layers from inputs in host memory; ``selective_checkpointing: true`` keeps the output of attention.
+    ``activation_offloading: true`` moves what all layers save; where no adapter trains, it wraps layers for recomputing
+    first, so that these are their inputs (``loaders/model.py``). ``hidden_states`` recomputes all layers from inputs in
+    host memory; ``selective_checkpointing: true`` keeps the output of attention.
     """
     if not wanted.to_free:
         return Setting([f"{_CHECKPOINTING}: false"], [])
     layers, on = list(wanted.layers), f"{_CHECKPOINTING}: true"
     if wanted.all_are("offload"):
-        return Setting([on, "activation_offloading: true"], layers, "offload")
+        done = "offload" if wanted.adapters else "recompute_offload"
+        return Setting([on, "activation_offloading: true"], layers, done)
     if wanted.all_are("recompute_offload", "offload"):
         return Setting([on, "activation_offloading: hidden_states"], layers, "recompute_offload")
     if wanted.all_are("keep_attention"):

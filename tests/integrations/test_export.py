@@ -28,7 +28,7 @@ def plan(choices: dict[str, Any], layers: int = LAYERS) -> Plan:
 def wanted(**more: Any) -> LayerChoices:
     """Kinds by layer number, for choices that this version may not have."""
     layers = {f"model.layers.{i}": more.get(f"at{i}", more.get("all", "save")) for i in range(LAYERS)}
-    return LayerChoices(layers, more.get("others", {}))
+    return LayerChoices(layers, more.get("others", {}), more.get("adapters", False))
 
 
 def nearest(wanted: LayerChoices, target: str) -> tuple[str, list[str]]:
@@ -134,8 +134,9 @@ EXPORTED: list[tuple[str, LayerChoices, dict[str, Any], int]] = [
     ("axolotl", wanted(), OFF, 0),
     ("axolotl", wanted(all="recompute"), ON, 0),
     ("axolotl", wanted(at0="recompute"), ON, 1),
-    ("axolotl", wanted(all="offload"), ON | AWAY, 0),
-    ("axolotl", wanted(at3="offload"), ON | AWAY, 1),
+    ("axolotl", wanted(all="offload"), ON | AWAY, 1),  # which recomputes all layers where all weights train
+    ("axolotl", wanted(all="offload", adapters=True), ON | AWAY, 0),
+    ("axolotl", wanted(at3="offload", adapters=True), ON | AWAY, 1),
     ("axolotl", wanted(all="recompute_offload"), ON | {"activation_offloading": "hidden_states"}, 0),
     ("axolotl", wanted(all="keep_attention"), ON | {"selective_checkpointing": True}, 0),
     ("axolotl", wanted(all="recompute", at0="offload"), ON, 1),
