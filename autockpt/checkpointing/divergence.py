@@ -209,12 +209,13 @@ class UnitCheck:
     def mismatch(self, step: int, what: str) -> RerunMismatch:
         """The error for ``what`` was not as forward had computed it."""
         name, last = self.name, self.last_checked
-        since = f"last proven right in step {last}" if last is not None else "never proven right"
-        back = f"go back to a checkpoint of step {last} or before" if last is not None else "start again"
+        since = f"last proven right in pass {last}" if last is not None else "never proven right"
+        back = f"go back to a checkpoint from before pass {last + 1}" if last is not None else "start again"
         return RerunMismatch(
-            f"backward of {name} was not given what its forward had computed (step {step}, {since}): {what}. Do not "
-            "use the gradients of this backward",
-            remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}.",
+            f"backward of {name} was not given what its forward had computed (forward pass {step} since the plan was "
+            f"applied, {since}): {what}. Do not use the gradients of this backward",
+            remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}. (With "
+            "gradient accumulation an optimizer step has several passes.)",
         )
 
 

@@ -22,16 +22,16 @@ class UnitProof(Data):
     checks: int = Field(default=0, description="calls whose backward was given what forward had computed, bit by bit")
     tensors: int = Field(default=0, description="tensors compared in these")
     samples: int = Field(default=0, description="tensors of other calls that were compared at one place")
-    last_step: int | None = Field(default=None, description="the last step that was proven right")
+    last_step: int | None = Field(default=None, description="the last forward pass that was proven right")
     unchecked: dict[str, int] = Field(default_factory=dict, description="what could not be checked: why, how often")
 
 
 class Proof(Data):
     """What sentinels have checked so far. ``print`` shows it.
 
-    A step is a forward pass of the whole model with gradients enabled. Every unit's first two calls are checked, with
-    ``sample`` then ever fewer, at last one after ``window`` others, of which eight elements each are compared; with
-    ``all`` every call.
+    A step is a forward pass of the whole model with gradients enabled; with gradient accumulation an optimizer step has
+    several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one after ``window``
+    others, of which eight elements each are compared; with ``all`` every call.
     ``unwatched``: units of the plan that no sentinel stands over, and why.
     """
 
@@ -66,8 +66,9 @@ class Proof(Data):
             else f"{FIRST_CALLS} first calls, then ever fewer, at least one in {self.window + 1}"
         )
         lines = [
-            f"sentinels ({often}): in {self.steps} steps {self.tensors} tensors in {self.checks} calls of {proven} of "
-            f"{len(self.units)} units were what forward had computed, {self.samples} of other calls at one place each"
+            f"sentinels ({often}): in {self.steps} forward passes {self.tensors} tensors in {self.checks} calls of "
+            f"{proven} of {len(self.units)} units were what forward had computed, {self.samples} of other calls at one "
+            "place each"
         ]
         for name, unit in self.units.items():
             lines += [f"  {name}: {times} × not checked: {why}" for why, times in unit.unchecked.items()]
