@@ -16,7 +16,15 @@ from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
 from autockpt.interpreter import with_room
 from autockpt.policies import POLICIES
-from autockpt.policies.base import Attachment, PlannedUnit, Session, attached_path, call_inner, is_library
+from autockpt.policies.base import (
+    Attachment,
+    ForwardListener,
+    PlannedUnit,
+    Session,
+    attached_path,
+    call_inner,
+    is_library,
+)
 from autockpt.policies.check_report import sentinels_of
 from autockpt.policies.conflicts import refuse_lazy, refuse_native, refuse_wrappers, with_switches
 from autockpt.policies.gathered import keep_gathered
@@ -83,8 +91,9 @@ def attach_units(
             if unit.choice.gathered:
                 keep_gathered(unit, session)
                 session.attached[unit.name] += "; its weights stay gathered until backward"
-        if session.sentinels.units:
-            session.listeners.append(session.sentinels)
+        session.attached = {unit.name: session.attached[unit.name] for unit in units}  # by layer, not by kind
+        if sentinels.mode != "off":  # which counts forwards under sets that save everything, too
+            session.listeners.append(sentinels)
     except BaseException:
         session.remove()
         raise
@@ -168,20 +177,29 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
     listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
     for listener in listeners:
         listener.begin()
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():  # which goes on after no graph break inside of a `try`
         output = call_inner(module, state, args, kwargs)
-    else:  # however deep in the user's own calls this is
-        output = with_room(functools.partial(call_inner, module, state, args, kwargs))
+        _end(state, listeners)
+        return output
+    try:  # however deep in the user's own calls this is
+        return with_room(functools.partial(call_inner, module, state, args, kwargs))
+    finally:
+        _end(state, listeners)
+
+
+def _end(state: GuardState, listeners: Iterable[ForwardListener]) -> None:
+    """The model's forward has ended, well or not."""
     for listener in listeners:
         listener.end()
     if state.sets is not None:
         state.sets.end()
-    return output
 
 
 def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Say once that the promise no longer holds; shapes are those of the first tensor with a batch dimension."""
-    first = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 0), None)
+    """Say once that the promise no longer holds; shapes are those of the token ids, else of the first tensor with a
+    batch dimension, as where the plan was made."""
+    values = (kwargs.get("input_ids"), *args, *kwargs.values())
+    first = next((v for v in values if isinstance(v, torch.Tensor) and v.dim() > 0), None)
     pairs = [] if first is None else [(n, most) for n, most in zip(first.shape, state.planned, strict=False) if most]
     if any(n > most for n, most in pairs):
         state.planned = ()
