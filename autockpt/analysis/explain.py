@@ -180,7 +180,7 @@ def explain_step(
             status=status,
             choices=choices,
             budget=budget,
-            budgets=budget_steps(known, budget),
+            budgets=budget_steps(known, budget, known.reach(choices)),
             step_note=step_note(environment, request.workload),
             notes=(*found.all_notes, *notes, *on_host, *([said_of(card)] if card is not None else [])),
         )
@@ -229,8 +229,10 @@ def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> E
     known.keep(choices, plan.predicted)
     device, head, finished = profile.op_times.device, profile.head(base.blocks()), run.finished()
     held = plan.budget
-    if budget is not None:
-        asked = parse_budget(budget).with_headroom(None, simulated=plan.source == "simulated")
+    if budget is not None and (asked := parse_budget(budget)).text != (held.asked if held is not None else ""):
+        if asked.kind == "activation_share":
+            asked.refuse_share("counts from a leanest plan that a run's record does not hold")
+        asked = asked.with_headroom(None, simulated=plan.source == "simulated")
         held = asked.resolved(known.save_all.peak_bytes, known.lean.peak_bytes, device.capacity_bytes, device.kind)
     try:
         hardware = hardware_for(None, None, plan)
@@ -251,7 +253,7 @@ def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> E
         status=plan.status,
         choices=choices,
         budget=held,
-        budgets=budget_steps(known, held),
+        budgets=budget_steps(known, held, known.reach(choices)),
         step_note=step_note(profile.op_times.environment, plan.workload),
         notes=(
             *(finished.outcome.notes if finished is not None else plan.notes),

@@ -126,8 +126,9 @@ def why(known: Known, choices: Mapping[str, Choice], budget_bytes: int | None) -
     )
 
 
-def budget_steps(known: Known, budget: ResolvedBudget | None) -> tuple[BudgetStep, ...]:
-    """What budgets between saving everything and the leanest plan buy, and the one asked for, most bytes first."""
+def budget_steps(known: Known, budget: ResolvedBudget | None, chosen: Reach) -> tuple[BudgetStep, ...]:
+    """What budgets between saving everything and the leanest plan buy, most bytes first; the one asked for buys the
+    ``chosen`` plan where no other is faster by more than a search tells apart."""
     high, low = known.save_all.peak_bytes, known.lean.peak_bytes
     asked = budget.bytes if budget is not None else None
     sizes = {low + (high - low) * share // 100 for share in SHARES} | ({asked} if asked is not None else set())
@@ -135,6 +136,8 @@ def budget_steps(known: Known, budget: ResolvedBudget | None) -> tuple[BudgetSte
     seen: set[str] = set()
     for size in sorted(sizes):
         best, ours = known.at(size), size == asked
+        if ours and best is not None and chosen.peak_bytes <= size and not is_faster(best, chosen):
+            best = chosen
         key = plan_hash(best.choices) if best else format_binary(size)
         if ours:  # a budget that buys the very plan of another one is left out, the one asked for never
             steps = [s for s in steps if s.reach is None or best is None or s.reach.choices != best.choices]

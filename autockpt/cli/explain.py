@@ -178,7 +178,7 @@ def _alive(said: Explanation, width: int) -> Table:
 
 def _front(front: Front, said: Explanation) -> Table:
     tilde = basis_mark(said.basis)
-    table = plain_table("", "<choice", ">keeps", ">extra time", ">per MiB freed", "taken")
+    table = plain_table("<choice", ">keeps", ">extra time", ">per MiB freed", "taken")
     most = max((b.kept_bytes for b in front.bargains), default=0)
     for b in front.bargains:
         freed = most - b.kept_bytes
@@ -186,20 +186,18 @@ def _front(front: Front, said: Explanation) -> Table:
         extra = f"{tilde}{words.seconds(b.extra_seconds)}" if b.extra_seconds else "0"
         taken = f"{b.taken} of {front.count}" if b.taken else ""
         taken += " (copies hide)" if b.hides else ""
-        ours, kept = "→" if b.taken else "", format_binary(b.kept_bytes)
-        row = (ours, choice_words(b.choice), kept, extra, price, taken.strip())
+        row = (choice_words(b.choice), format_binary(b.kept_bytes), extra, price, taken.strip())
         table.add_row(*row, style="bold" if b.taken else None)
     return table
 
 
 def _budgets(said: Explanation) -> Table:
     tilde = basis_mark(said.basis)
-    table = plain_table("", ">budget", ">", ">peak", ">overhead", "<plan")
+    table = plain_table(">budget", ">", ">peak", ">overhead", "<plan")
     for step in said.budgets:
         reach = step.reach
         overhead = "—" if reach is None or reach.overhead is None else tilde + words.share(reach.overhead, signed=True)
         table.add_row(
-            "→" if step.ours else "",
             format_binary(step.budget_bytes),
             said.budget.words if step.ours and said.budget is not None else "",
             "nothing fits" if reach is None else format_binary(reach.peak_bytes),
