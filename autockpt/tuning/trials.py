@@ -181,6 +181,8 @@ AS_FAST = 0.005
 AS_LEAN = 0.016
 """Share of the budget: peaks within it of the leanest count as equal. The error of predicted peaks on real cards."""
 
+NAMED = "of equally fast plans the leanest is named, of equally lean ones the simplest"
+
 
 def complexity(choices: Mapping[str, Choice]) -> int:
     """Distinct choices besides saving, plus runs of consecutive units that make the same choice."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 from autockpt.cost import CostModel, memory_at_hand, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
 from autockpt.tuning.opening import Traced, less_than_asked, live_settings, workload_key
-from autockpt.tuning.trials import Candidate, Plans, Score, Trials, preferred
+from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
 
 MOST_REPEATS = 12
 
@@ -111,9 +111,13 @@ class Target:
 
         ``known`` are the trials of well-known plans, to time with the best; ``seconds`` are left to do so.
         """
-        fitting = trials.ranking()
-        scores = {t.number: t.score_seconds for t in fitting}
-        return preferred(fitting, scores, trials.budget_bytes or 0) if fitting else None
+        if not (fitting := trials.ranking()):
+            return None
+        named = preferred(fitting, {t.number: t.score_seconds for t in fitting}, trials.budget_bytes or 0)
+        if named.number != fitting[0].number:
+            close = f"trial #{named.number} is as fast as #{fitting[0].number}, within {AS_FAST:.1%}"
+            self.notes.append(f"{close}: {NAMED}")
+        return named
 
 
 def _seeds(plan: Plan | None, found: Traced) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:

@@ -36,7 +36,7 @@ from autockpt.tuning.opening import traced
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.refit import noise_of, of_known_noise
 from autockpt.tuning.targets.base import Prepared, Target
-from autockpt.tuning.trials import AS_FAST, Candidate, Score, Trials, preferred
+from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Score, Trials, preferred
 
 FINAL_SECONDS = 15.0
 FINALS_SHARE = 0.2
@@ -228,10 +228,8 @@ class Measured(Target):
         named = preferred([trials.all[number] for number in times], times, trials.budget_bytes or 0, error)
         most = min(times.values()) * (1 + error)
         if close := [f"#{number}" for number, each in times.items() if each <= most and number != named.number]:
-            self.notes.append(
-                f"trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine; "
-                "of equally fast plans the leanest is named, of equally lean ones the simplest"
-            )
+            alike = f"trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine"
+            self.notes.append(f"{alike}: {NAMED}")
         return named
 
     def confirm(self, choices: Mapping[str, Choice], budget_bytes: int) -> Measurement | None:
