@@ -193,10 +193,10 @@ class _Verification:
         self.blocks: list[str] = found["blocks"]
 
     def report(self) -> VerifyReport:
-        if self.plan.status_reason:
-            self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
         if isinstance(self.subject, WorkloadSpec) and not made_for(self.plan, self.subject):
             self.notes.append(OTHER_WORKLOAD)
+        elif self.plan.status_reason:
+            self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
         checks = (self.gradients(), self._sentinels(), *self._promises())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
 

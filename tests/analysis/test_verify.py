@@ -178,6 +178,14 @@ def test_plans_that_cannot_be_verified():
         verified(promised(workload("gpt2"), {}), Beside(work))
 
 
+def test_another_job_is_noted_once_and_has_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, own = workload(), WorkloadSpec(model="llama-tiny")
+    plan = promised(work, {"model.layers.0": RECOMPUTE}, workload=own)
+    monkeypatch.setattr(run, "_open", lambda *_: nullcontext(Beside(work)))
+    report = verify(plan, own.model_copy(update={"batch_size": 2}))
+    assert report.notes == (run.OTHER_WORKLOAD,) and checks(report)["peak"] == "skipped"
+
+
 def test_verdicts_on_the_peak():
     work = workload()
     plan = promised(work, {}, peak=1000, budget=ResolvedBudget(asked="2000B", bytes=2000))
