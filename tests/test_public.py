@@ -43,6 +43,8 @@ def test_a_model_by_name_is_planned_explained_and_reported(
     said = autockpt.explain(directory)
     assert said.choices == plan.expand_planned()
     assert said.device.startswith("NVIDIA GeForce RTX 4090")
+    traced = autockpt.explain(model="llama-tiny", hardware="rtx4090", show=False, **JOB)
+    assert traced.settings["device"] == said.settings["device"] == "rtx4090, simulated"
     assert "llama-tiny" in capsys.readouterr().out
 
 

@@ -175,7 +175,7 @@ def explain_step(
             plan.measured if plan is not None and status == "measured" else None,
             cost_model.profile,
             model=request.name,
-            settings=found.tracer.settings,
+            settings={**found.tracer.settings, **({"device": f"{card.name}, simulated"} if card is not None else {})},
             plan=said,
             status=status,
             choices=choices,
