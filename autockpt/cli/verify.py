@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.cli.guard import FAILED, guarded, progress, show
-from autockpt.cli.options import DEVICE, JOB, arg, flag, job_file
+from autockpt.cli.options import DEVICE, arg, flag, job_file, opt
 from autockpt.progress import listener
 from autockpt.schema.runs import plan_at
 from autockpt.schema.workload import described_by
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 def verify(
     plan: Path = arg("PLAN|RUN", "The plan file, or the directory of the run that found it.", default=...),
     *,
-    job: Path | None = JOB,
+    job: Path | None = opt(
+        "--job FILE",
+        "The training step as YAML (docs/job.md lists the keys). Keys override the step stored in the plan.",
+        show_default=False,
+    ),
     device: str | None = DEVICE,
     as_json: bool = flag("--json", "Print the report as JSON."),
 ) -> None:
