@@ -155,13 +155,13 @@ class DivergenceCheck:
             raise call.unit.mismatch(call.step, different[0].what + more)
 
     def _does_not_repeat(self, unit: UnitCheck, away: float) -> None:
-        """A device's kernels give other last bits each time: warn once."""
+        """A device's kernels are not bitwise deterministic: warn once."""
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"kernels of {unit.name} do not repeat themselves bit by bit on this device (distance {away:.1e}), so "
-                "what runs again is compared within rounding only; torch.use_deterministic_algorithms(True) lets it be "
-                "compared bit by bit",
+                f"kernels of {unit.name} are not bitwise deterministic on this device (distance {away:.1e}), so what is "
+                "recomputed is compared within rounding only; torch.use_deterministic_algorithms(True) makes a bitwise "
+                "comparison possible",
                 stacklevel=2,
             )
 

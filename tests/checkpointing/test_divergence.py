@@ -248,7 +248,7 @@ def test_kernels_that_do_not_repeat_are_compared_within_rounding(monkeypatch: py
 
     model = model_of(body)
     with attached(model, "recompute", sentinels="all"):
-        with pytest.warns(UserWarning, match="do not repeat themselves bit by bit"):
+        with pytest.warns(UserWarning, match="not bitwise deterministic"):
             step(model)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
