@@ -56,7 +56,8 @@ class Budget(Data):
         """The same with the words it was asked in and what it covers on a kind of device.
 
         ``save_all_peak`` and ``leanest_peak`` are this job's peaks in bytes when every unit saves everything and when
-        each does what needs least; ``capacity`` is what the device has for this job.
+        each does what needs least, with a plain output head; in compiled training when every layer recomputes.
+        ``capacity`` is what the device has for this job.
         """
         above = leanest_peak if self.kind == "activation_share" else 0
         whole = capacity if self.kind == "auto" else self.size or 0

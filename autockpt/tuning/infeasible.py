@@ -122,7 +122,8 @@ def explain_refusal(
         error.remedy = (
             f"{error.remedy.replace(f', or {SMALLER}', '')} A share is of the peak of saving everything, weights and "
             f"optimizer included: the leanest plan needs {least}% of it. A share of what plans can change is written "
-            "60%act: 60 % of the way from the leanest plan's peak to that of saving everything."
+            "60%act: 60 % of the way from the peak of the leanest plan without a choice for the output head to that of "
+            "saving everything."
         )
     # what was assumed, or what has no choice, may be that which makes nothing fit
     if notes := (*found.tracer.notes, *found.left_out):
