@@ -1,4 +1,4 @@
-"""The Python functions with the names of the command line's verbs: ``search``, ``estimate``, ``explain``, ….
+"""``search``, ``estimate``, ``explain`` and ``verify`` mirror the commands; ``trace`` exists only in Python.
 
 A model is named as there (``llama-8b``, a folder, a class), its workload given as keyword arguments by the names of
 the command line's options: ``batch_size``, ``seq_len``, ``lora``, …. ``search`` also takes a live ``Step``.
