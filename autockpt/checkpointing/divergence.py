@@ -159,9 +159,9 @@ class DivergenceCheck:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"kernels of {unit.name} are not bitwise deterministic on this device (distance {away:.1e}), so what is "
-                "recomputed is compared within rounding only; torch.use_deterministic_algorithms(True) makes a bitwise "
-                "comparison possible",
+                f"kernels of {unit.name} are not bitwise deterministic on this device (distance {away:.1e}), so what "
+                "is recomputed is compared within rounding only. torch.use_deterministic_algorithms(True) allows a "
+                "bitwise comparison",
                 stacklevel=2,
             )
 
