@@ -68,7 +68,7 @@ def test_the_version(autockpt) -> None:
 
 
 def test_help_groups_options_alike_in_every_verb(autockpt) -> None:
-    shared: dict[str, set[str]] = {"--fresh": set(), "--device NAME": set(), "--job FILE": set()}
+    shared: dict[str, set[str]] = {"--fresh": set(), "--device NAME": set()}
     for verb in VERBS:
         text = autockpt(verb.__name__, "--help").out
         found = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
