@@ -1,8 +1,13 @@
-"""One training step as data: every op, every storage's life, every copy, and the units that choices are made for."""
+"""One training step as data: every op, every storage's life, every copy, and the units that choices are made for.
+
+There are hundreds of thousands of ops, tensors and storages, so these are dataclasses: small, made quickly, and only
+checked where they are read from a file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 from typing import Literal
@@ -29,7 +34,8 @@ class Unit(Data):
     parent: str | None = Field(default=None, description="the enclosing unit's name, for attention and MLP sub-units")
 
 
-class TensorMeta(Data):
+@dataclass(slots=True)
+class TensorMeta:
     """A tensor as an op returned it. ``storage`` is a Storage id; sizes in elements, ``offset`` too."""
 
     shape: tuple[int, ...]
@@ -39,24 +45,30 @@ class TensorMeta(Data):
     offset: int = 0
 
 
-class Op(Data):
-    """One call into PyTorch's dispatcher below autograd."""
+@dataclass(slots=True)
+class Op:
+    """One call into PyTorch's dispatcher below autograd.
+
+    ``target`` is the overload's name (``aten.mm.default``), ``module`` the qualified name of the innermost module (""
+    for the root), ``unit`` the block that the op belongs to, None for the remainder; ``signature`` is an index into
+    ``Graph.signatures``. ``inputs`` are ids of the storages read, one per tensor argument in the order of the call,
+    ``offsets``, in elements, those of each tensor in them; empty: all 0.
+    """
 
     index: int
-    target: str = Field(description="overload name, e.g. aten.mm.default")
+    target: str
     phase: Phase
-    module: str = Field(description="qualified name of the innermost module; '' for the root")
-    unit: str | None = Field(default=None, description="the block this op belongs to; None for the remainder")
-    signature: int = Field(description="index into Graph.signatures")
+    module: str
+    signature: int
+    unit: str | None = None
     flops: int = 0
-    inputs: tuple[int, ...] = Field(
-        default=(), description="ids of the storages read, one per tensor argument in the order of the call"
-    )
-    offsets: tuple[int, ...] = Field(default=(), description="in elements, of each tensor in `inputs`; empty: all 0")
+    inputs: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
     outputs: tuple[TensorMeta, ...] = ()
 
 
-class Storage(Data):
+@dataclass(slots=True)
+class Storage:
     """A block of device memory. Alive from op ``birth`` up to and including op ``death`` (None: past the end).
 
     ``birth`` -1 means: alive before the recorded cycle began, and then its bytes are part of ``Graph.resident_bytes``.
@@ -74,7 +86,8 @@ class Storage(Data):
         return self.birth <= op and (self.death is None or self.death >= op)
 
 
-class Copy(Data):
+@dataclass(slots=True)
+class Copy:
     """Bytes moved off (``out``) or back onto (``in``) the device by an offload choice, or sent to other ranks by DDP.
 
     Issued just before op ``issued`` on the copy queue of its direction; the compute queue waits for its end just before
@@ -85,7 +98,7 @@ class Copy(Data):
     direction: Literal["out", "in", "ranks"]
     bytes: int
     issued: int
-    awaited: int | None
+    awaited: int | None = None
     unit: str | None = None
     tier: Tier = "cpu"
     released: int | None = None

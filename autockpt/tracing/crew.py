@@ -10,6 +10,7 @@ from typing import Any
 
 from autockpt.errors import AutockptError
 from autockpt.schema.choices import Choice
+from autockpt.schema.graph import Graph
 from autockpt.tracing.process import TRACE, Build, GhostProcess, NotForkable, can_fork
 
 MOST = 4
@@ -55,8 +56,8 @@ class Crew:
             self._waiting.clear()
         self._hand_out()
 
-    def trace(self, choices: Mapping[str, Choice]) -> Any:
-        """The raw graph of a plan. Raises what the run raised, or GhostError where the first process died."""
+    def trace(self, choices: Mapping[str, Choice]) -> Graph:
+        """The graph of a plan. Raises what the run raised, or GhostError where the first process died."""
         key, began, alone = tuple(choices.items()), time.monotonic(), not self._busy
         while key not in self._done:
             if key not in self._busy.values():

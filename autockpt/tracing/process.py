@@ -1,6 +1,6 @@
 """The tracer's child process: a ghost workload that answers requests, so that nothing it meets can harm its parent.
 
-The parent's side stands first, the child's after it. Requests go in, raw graphs or errors come out, until the parent
+The parent's side stands first, the child's after it. Requests go in, graphs or errors come out, until the parent
 goes away. Where the child dies of a signal, its log ends with the Python calls that it died in (faulthandler).
 """
 

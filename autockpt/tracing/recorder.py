@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import uncompiled
-from autockpt.schema.graph import Tier
+from autockpt.schema.graph import Copy, TensorMeta, Tier
 from autockpt.tracing.accumulation import Counts, InPlaceAdds
 from autockpt.tracing.kernels.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.tracing.kernels.quantised_kernels import notes_on_quantised
@@ -69,14 +68,6 @@ def _takes_apart(kind: type) -> bool:
 _current_node = torch._C._current_autograd_node
 
 
-class TensorRecord(NamedTuple):
-    """An output: ``layout`` is (shape, stride, dtype name), ``storage`` a number of the storage log."""
-
-    layout: tuple[tuple[int, ...], tuple[int, ...], str]
-    storage: int
-    offset: int
-
-
 class OpRecord(NamedTuple):
     """One recorded op; ``call`` says what it was, numbers refer to the location's and the storage log's lists."""
 
@@ -85,20 +76,7 @@ class OpRecord(NamedTuple):
     module: int
     inputs: tuple[int, ...]
     offsets: tuple[int, ...]
-    outputs: tuple[TensorRecord, ...]
-
-
-@dataclass(slots=True, eq=False)
-class CopyRecord:
-    """Bytes moved off or onto the device; indices of ops as in the schema's Copy."""
-
-    direction: str
-    nbytes: int
-    issued: int
-    module: int
-    tier: Tier
-    awaited: int | None = None
-    released: int | None = None
+    outputs: tuple[TensorMeta, ...]
 
 
 class KindOfCall:
@@ -144,7 +122,7 @@ class Recorder(TorchDispatchMode):
     device_kind = "cpu"  # of the device that the step runs on, or would
     threads = 1  # of a step on the CPU
     ops: list[OpRecord]  # in order
-    copies: list[CopyRecord]
+    copies: list[tuple[int, Copy]]  # with the modules that they belong to
     gradients: set[int]  # storages of parameters' gradients
     placed: dict[int, int]  # storage -> module, for storages that no op made
 
@@ -221,15 +199,10 @@ class Recorder(TorchDispatchMode):
         found = map(self.log.find, nested_tensors(*filter(is_traceable_wrapper_subclass, gradients)))
         self.gradients.update(number for number in found if number is not None)
 
-    def copy_issued(
-        self, direction: str, nbytes: int, back_from: CopyRecord | None = None, tier: Tier = "cpu"
-    ) -> CopyRecord:
-        """Note that a copy starts now. What comes back belongs where it was."""
-        module = self.location.module
-        if back_from is not None:
-            module, tier = back_from.module, back_from.tier
-        copy = CopyRecord(direction, nbytes, self.log.clock, module, tier)
-        self.copies.append(copy)
+    def copy_issued(self, direction: Literal["out", "in"], nbytes: int, module: int, tier: Tier) -> Copy:
+        """Note that a copy starts now."""
+        copy = Copy(direction, nbytes, self.log.clock, tier=tier)
+        self.copies.append((module, copy))
         return copy
 
     # The mode itself.
@@ -301,13 +274,13 @@ class Recorder(TorchDispatchMode):
                 offsets.append(tensor.storage_offset())
         return tuple(inputs), tuple(offsets) if any(offsets) else ()
 
-    def _outputs(self, result: Any, index: int) -> tuple[TensorRecord, ...]:
+    def _outputs(self, result: Any, index: int) -> tuple[TensorMeta, ...]:
         tensors = (result,) if isinstance(result, Tensor) else flat_tensors(result)
         records = []
         for tensor in tensors:
             if self._counts(tensor):
                 sid = self.log.watch(tensor.untyped_storage(), index)
-                records.append(TensorRecord(self._layout(tensor), sid, int(tensor.storage_offset())))
+                records.append(TensorMeta(*self._layout(tensor), sid, int(tensor.storage_offset())))
         return tuple(records)
 
     def _counts(self, tensor: Tensor) -> bool:

@@ -25,11 +25,11 @@ from autockpt.policies.rematerialize import recipes_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import SAVE, Choice
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.graph import Phase, Tier, Unit
+from autockpt.schema.graph import Graph, Phase, Tier, Unit
 from autockpt.schema.names import ancestors, fold, outermost
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing.assemble import Place, RawGraph, Source, summarize, to_graph
+from autockpt.tracing.assemble import Place, Source, to_graph
 from autockpt.tracing.collectives import pretend_ranks, sharded_as_ghosts
 from autockpt.tracing.cuts import find_cuts, said_of_cuts
 from autockpt.tracing.ghost import GhostMode
@@ -86,7 +86,7 @@ class TracedRun:
         """Use a workload as it is; its tensors and states change. For a process whose copy of it nobody needs."""
         raise NotImplementedError
 
-    def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
+    def trace(self, choices: Mapping[str, Choice]) -> Graph:
         """One cycle in the steady state with these choices attached (by unit name, in order of execution).
 
         Raises GhostError or WorkloadError where the step fails, PlanError or ConflictError where the choices cannot be
@@ -98,7 +98,7 @@ class TracedRun:
                 before = learnt  # in the steady state nothing is left to learn
                 self._cycle()
         self._recorder.try_kernels()
-        return summarize(self._recorder, self.workload, self._places, self.source)
+        return to_graph(self._recorder, self.workload, self._places, self.source, self.found.units)
 
     def _start(self, workload: Step) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
@@ -125,7 +125,7 @@ class TracedRun:
         units, named = refine(there, self._recorder), bool(workload.units)
         if not units and not named:
             places: list[Place] = [(path, None) for path in self._recorder.location.paths]
-            graph = to_graph(summarize(self._recorder, workload, places, self.source), ())
+            graph = to_graph(self._recorder, workload, places, self.source)
             called = {self._recorder.location.paths[number] for number in self._recorder.location.order}
             cuts = find_cuts(graph, called)
             if not cuts:
@@ -256,7 +256,7 @@ class GhostRun(TracedRun):
         ):
             self.found = self.found._replace(notes=(*self.found.notes, RECURRENT))
 
-    def trace(self, choices: Mapping[str, Choice]) -> RawGraph:
+    def trace(self, choices: Mapping[str, Choice]) -> Graph:
         with self._imitating():
             return super().trace(choices)
 

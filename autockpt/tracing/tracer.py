@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,10 +17,10 @@ from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Plan
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing.assemble import Source, to_graph
+from autockpt.tracing.assemble import Source
 from autockpt.tracing.crew import MOST, Crew
 from autockpt.tracing.kernels.cuda_kernels import Capability
-from autockpt.tracing.kernels.cuda_memory import as_seen_by, capability_of, with_buckets
+from autockpt.tracing.kernels.cuda_memory import as_seen_by, capability_of, changed, with_buckets
 from autockpt.tracing.process import Build, GhostProcess, NotForkable, can_fork
 from autockpt.tracing.run import GhostRun, capability_at
 from autockpt.workload import BUCKETS, Step, preload
@@ -120,8 +119,9 @@ class Tracer:
         fails.
         """
         with uncollected():
-            raw = self._backend.trace(_in_order(choices or {}, self.units))
-            graph = to_graph(raw, self.units, self._notes)
+            graph = self._backend.trace(_in_order(choices or {}, self.units))
+            if self._notes:
+                graph = changed(graph, notes=(*self._notes, *graph.notes))
             return graph if self._view is None else self._view(graph)
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class _InProcess:
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Nothing: there is one process."""
 
-    def trace(self, choices: Mapping[str, Choice]) -> Any:
+    def trace(self, choices: Mapping[str, Choice]) -> Graph:
         if self._run is None:
             raise GhostError("the tracer is closed", remedy="Make a new tracer.")
         return self._run.trace(choices)

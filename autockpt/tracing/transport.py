@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from autockpt.devices.base import OffloadHandle
-from autockpt.schema.graph import Tier
-from autockpt.tracing.recorder import CopyRecord, Recorder
+from autockpt.schema.graph import Copy, Tier
+from autockpt.tracing.recorder import Recorder
 
 Keep = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 """Takes a storage that leaves the device; what it returns makes a new device buffer with the same bytes."""
@@ -28,19 +28,20 @@ class RecordingTransport:
 class RecordingHandle(OffloadHandle):
     """A storage that is away on paper. The op that runs next waits for a copy; each copy back is noted anew."""
 
-    _in: CopyRecord
+    _in: Copy
 
     def __init__(self, transport: RecordingTransport, source: torch.Tensor) -> None:
         super().__init__(source)
-        self._recorder = transport.recorder
-        self._out = self._recorder.copy_issued("out", self.nbytes, tier=transport.tier)
+        self._recorder, self._tier = transport.recorder, transport.tier
+        self._module = self._recorder.location.module  # what comes back belongs where it was
+        self._out = self._recorder.copy_issued("out", self.nbytes, self._module, self._tier)
         self._made_again = transport.keep(source)
 
     def _wait_until_left(self) -> None:
         self._out.awaited = self._recorder.log.clock
 
     def _bring_back(self) -> torch.Tensor:
-        self._in = self._recorder.copy_issued("in", self.nbytes, self._out)
+        self._in = self._recorder.copy_issued("in", self.nbytes, self._module, self._tier)
         return self._made_again()
 
     def _wait_until_back(self, back: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ def op(index: int, *, target: str = "op", phase: Phase = "forward", out: int | N
     shape = (more.pop("elements", 1),)
     made = () if out is None else (TensorMeta(shape=shape, stride=(1,), dtype="float32", storage=out),)
     given = {"index": index, "target": target, "phase": phase, "module": "", "signature": index, "outputs": made}
-    return Op.model_validate(given | more)
+    return Op(**given | more)
 
 
 def graph(phases: str, *, copies=(), owners: str = "") -> Graph:
@@ -161,7 +162,7 @@ def test_only_what_touches_a_sum_waits_for_it():
 
 def test_without_streams_a_sum_is_waited_for_at_once_and_takes_as_long_when_it_runs_again():
     graph = of_ranks(("aten.mm.default", (0,), 1), (REDUCE, (1,), 2), ("aten.mm.default", (0,), 3))
-    again = graph.model_copy(update={"ops": tuple(op.model_copy(update={"phase": "recompute"}) for op in graph.ops)})
+    again = graph.model_copy(update={"ops": tuple(replace(op, phase="recompute") for op in graph.ops)})
     seconds = {text: 5.0 if text.startswith(REDUCE) else 3.0 for text in graph.signatures}
     assert simulated(graph, seconds).step_seconds == pytest.approx(3 + 5 + 3)
     assert simulated(again, seconds, rerun_scale=2.0).step_seconds == pytest.approx(6 + 5 + 6)

@@ -18,7 +18,6 @@ from autockpt.schema import WorkloadSpec
 from autockpt.schema.choices import Choice, parse_choice
 from autockpt.schema.graph import Graph, Storage, Unit
 from autockpt.tracing import Tracer
-from autockpt.tracing.assemble import to_graph
 from autockpt.tracing.kernels.signature import dtype_name
 from autockpt.tracing.run import RecordedRun
 from autockpt.workload import Step
@@ -75,7 +74,7 @@ def record(workload: Step, choices: Mapping[str, Choice] | None = None) -> Graph
     """The graph of a real cycle in this process, after one that warms up."""
     run = RecordedRun(workload.device)
     run.take(workload)
-    return to_graph(run.trace(choices or {}), run.found.units)
+    return run.trace(choices or {})
 
 
 def _profiled(run: Callable[[], Any], resident: int) -> tuple[int, Counter[str]]:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from autockpt.errors import UsageError
 from autockpt.schema import Graph, WorkloadSpec
 from autockpt.schema.choices import RECOMPUTE
-from autockpt.tracing.assemble import to_graph
 from autockpt.tracing.run import GhostRun
 from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, step_of
@@ -41,7 +40,7 @@ def graphs(rank: int, kind: str, folder: str) -> None:
     run = GhostRun()
     run.take(step_of(kind, 2))
     for name, choices in (("save", {}), ("recompute", ALL)):
-        graph = to_graph(run.trace(choices), run.found.units)
+        graph = run.trace(choices)
         Path(folder, name).write_text(graph.model_dump_json())
     os._exit(0)
 

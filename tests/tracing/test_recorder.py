@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.schema.graph import Unit
+from autockpt.schema.graph import TensorMeta, Unit
 from autockpt.tracing.location import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from autockpt.tracing.recorder import OpRecord, RealRecorder
 from autockpt.tracing.run import refine
@@ -43,8 +43,7 @@ def test_births_deaths_inputs_and_offsets() -> None:
     assert made.log.death == [2, 3, 3]
     assert made.ops[2].inputs == (0,) and made.ops[2].offsets == (2,)
     assert made.ops[3].inputs == (1, 1) and made.ops[3].offsets == ()
-    assert made.ops[1].outputs[0].layout == ((6,), (1,), "f32")
-    assert made.ops[1].outputs[0].offset == 2
+    assert made.ops[1].outputs == (TensorMeta(shape=(6,), stride=(1,), dtype="f32", storage=0, offset=2),)
 
 
 def test_nothing_is_kept_alive() -> None:

@@ -7,6 +7,7 @@ bitsandbytes' block-wise 8-bit states, DDP's buckets.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def _resized(graph: Graph, sizes: dict[int, int], what: str) -> Graph:
         if s.birth < 0:
             change += nbytes - s.bytes
         if nbytes:
-            storages.append(s if nbytes == s.bytes else s.model_copy(update={"bytes": nbytes}))
+            storages.append(s if nbytes == s.bytes else replace(s, bytes=nbytes))
     resident = dict(graph.resident)
     resident[what] = resident.get(what, 0) + change
     return changed(graph, storages=tuple(storages), resident_bytes=graph.resident_bytes + change, resident=resident)
@@ -190,8 +191,6 @@ def _with_master_weights(graph: Graph) -> Graph:
 def _with_kept_gradients(graph: Graph) -> Graph:
     """Gradients that stay from step to step: what backward makes is added to them and dropped."""
     kept = _gradients(graph)
-    storages = tuple(
-        s.model_copy(update={"death": s.birth}) if s.id in kept and s.birth >= 0 else s for s in graph.storages
-    )
+    storages = tuple(replace(s, death=s.birth) if s.id in kept and s.birth >= 0 else s for s in graph.storages)
     graph = changed(graph, storages=storages)
     return with_resident(graph, "gradients", list(kept.values()), "gradient")
