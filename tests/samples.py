@@ -33,13 +33,13 @@ from autockpt.schema import (
     covers,
     plan_hash,
 )
-from autockpt.schema.graph import TensorMeta
+from autockpt.schema.graph import TensorMeta, Work
 
 MIB = 2**20
 BLOCKS = [f"model.layers.{i}" for i in range(12)]
 UNITS = tuple(Unit(name=n, cls="LlamaDecoderLayer", kind=0) for n in BLOCKS)
 
-MATMUL = "aten.mm.default(f32[4,4], f32[4,4])"
+MATMUL = "aten.mm.default(float32[4,4], float32[4,4])"
 
 
 def console(width: int = 80) -> tuple[Console, io.BytesIO]:
@@ -167,6 +167,7 @@ class GraphBuilder:
         return Graph(
             resident_bytes=self.resident,
             signatures=(MATMUL,),
+            work=(Work("matrix", "mm"),),
             ops=tuple(self.ops),
             storages=tuple(self.storages),
             units=self.units,

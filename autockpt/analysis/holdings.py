@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 
 from autockpt.analysis.explanation import Alive, Curve, Holding, Moment, Slice, resampled
-from autockpt.cost.step import UNTOUCHED, base_name
 from autockpt.schema import Graph, Op, Storage
 from autockpt.schema.names import fold, folded
 from autockpt.tracing.kernels.timeline import bytes_timeline
+from autockpt.tracing.kernels.work import UNTOUCHED, base_name
 
 POINTS = 360  # of a curve: more than a terminal has columns
 LISTED = 12  # storages that are listed

@@ -49,7 +49,7 @@ _CLOCK_HERTZ = 2e9
 TIMED_SLOWER = 2.0  # times as long as others a cycle takes whose ops are timed, about
 TIMED_OPS = "timed ops"
 """The runner's beat after each cycle whose ops were timed."""
-VERSION = 4
+VERSION = 5
 """Changes with what a file holds, and with how ops and whole plans are timed."""
 HOST_PRICED = ("selective", "remake")  # kinds of choices that cost the host time besides their ops
 ANCHORS = ("save", "recompute", "offload", *HOST_PRICED)  # kinds whose uniform plans are timed whole

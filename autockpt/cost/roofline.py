@@ -11,16 +11,16 @@ Where nothing was timed or described, nominal rates are good for ranking choices
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
 import numpy as np
 
-from autockpt.cost.work import Work, work_of_op
 from autockpt.errors import UsageError
 from autockpt.measuring.environment import installed_versions
 from autockpt.schema import DeviceInfo, Environment, Graph, Hardware, Op, OpTimes, words
 from autockpt.schema.device import WITHOUT_STREAMS
+from autockpt.schema.graph import Work
 from autockpt.tracing.kernels.operators import COLLECTIVES
 from autockpt.tracing.kernels.signature import ATTENTION
 from autockpt.tracing.kernels.timeline import element_bytes
@@ -92,7 +92,7 @@ def peak_flops(hardware: Hardware, graph: Graph) -> float:
     """The peak rate of the type in which a step does most of its arithmetic, in FLOP/s."""
     done: dict[float, float] = {}
     for op in graph.ops:
-        work = work_of_op(op, graph.signatures[op.signature])
+        work = graph.work[op.signature]
         if work.kind in ("matrix", "attention"):
             rate = _matrix_rate(hardware, work)
             done[rate] = done.get(rate, 0.0) + work.flops
@@ -147,21 +147,10 @@ def _bandwidth(hardware: Hardware, nbytes: float) -> float:
     )
 
 
-def _by_signature(graphs: Iterable[Graph], seconds_of: Callable[[Op, Work], float]) -> dict[str, float]:
-    """Seconds of every signature; 0 for those that belong to no op of their graph."""
-    seconds: dict[str, float] = {}
-    for graph in graphs:
-        for op in graph.ops:
-            text = graph.signatures[op.signature]
-            if text not in seconds:
-                seconds[text] = seconds_of(op, work_of_op(op, text))
-        for text in graph.signatures:
-            seconds.setdefault(text, 0.0)
-    return seconds
-
-
 def _kernel_seconds(hardware: Hardware, graphs: Iterable[Graph]) -> dict[str, float]:
-    return _by_signature(graphs, lambda op, work: seconds_of_work(hardware, work))
+    """Seconds of every signature."""
+    kinds = (kind for graph in graphs for kind in zip(graph.signatures, graph.work, strict=True))
+    return {text: seconds_of_work(hardware, work) for text, work in kinds}
 
 
 def queue_floor(hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float]) -> float:
@@ -251,7 +240,7 @@ def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, f
     steps = [op for op in graph.ops if op.phase == "optimizer"]
     if hardware.kind == "cpu":
         return sum(kernels[graph.signatures[op.signature]] for op in steps) + len(steps) * hardware.launch_seconds
-    moved = [work_of_op(op, graph.signatures[op.signature]).bytes for op in steps]
+    moved = [graph.work[op.signature].bytes for op in steps]
     moving = sum(nbytes / _bandwidth(hardware, nbytes) for nbytes in moved)
     launches = sum(ceil(count / GROUPED_PARAMETERS) for count in Counter(op.target for op in steps).values())
     return max(moving, launches * hardware.launch_seconds)
@@ -275,9 +264,15 @@ def nominal_op_times(environment: Environment, *graphs: Graph) -> OpTimes:
         sizes = (prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
         return seconds + sum(size for size in sizes if size > MAPPED) / FAULTS
 
+    seconds: dict[str, float] = {}
+    for graph in graphs:
+        for op in graph.ops:
+            text = graph.signatures[op.signature]
+            if text not in seconds:
+                seconds[text] = seconds_of(op, graph.work[op.signature])
     return OpTimes(
         environment=environment,
-        seconds=_by_signature(graphs, seconds_of),
+        seconds=seconds,
         copy_out_bandwidth=link_rate,
         copy_in_bandwidth=link_rate,
         disk_out_bandwidth=DISK,

@@ -5,21 +5,20 @@ Seconds for op signatures that were never timed, from those that were.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from dataclasses import dataclass
-from math import prod
 from statistics import median
 
 import numpy as np
 
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.graph import PHASES, Graph, Op
+from autockpt.schema.graph import PHASES, Graph
 from autockpt.schema.profile import OpTimes
-from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_IN, COPY_OUT, IN_PLACE
-from autockpt.tracing.kernels.timeline import element_bytes, phases_of
+from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_IN, COPY_OUT
+from autockpt.tracing.kernels.timeline import phases_of
 
 REMAINDER = ""  # the key of ops that belong to no unit
-_MAYBE_IN_PLACE = frozenset(target.split(".")[1] for target in IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -151,11 +150,12 @@ def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray) -> tuple[np.
         if i == n or not together:
             continue
         op, now, change = graph.ops[i], start[i] + behind, 0.0
-        if op.signature in together and not is_view(op):
+        touches = graph.work[op.signature].kind != "none"
+        if op.signature in together and touches:
             link = max(link, min((early[sid] for sid in op.inputs if sid in early), default=now)) + seconds[i]
             ends |= dict.fromkeys((*op.inputs, *(out.storage for out in op.outputs)), link)
             change = -seconds[i]
-        elif ends and not is_view(op):
+        elif ends and touches:
             change = max(0.0, max((ends.get(sid, 0.0) for sid in op.inputs), default=0.0) - now)
         seconds[i] += change
         behind += change
@@ -175,27 +175,6 @@ def _by_unit(graph: Graph, phase: np.ndarray, seconds: np.ndarray) -> dict[str, 
     return {name: dict(zip(PHASES, map(float, row), strict=True)) for name, row in zip(names, sums, strict=True)}
 
 
-UNTOUCHED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
-"""Ops, by ``base_name``, that make or change a tensor without touching its bytes."""
-
-
-def base_name(target: str) -> str:
-    """``aten.add.Tensor`` → ``add``."""
-    parts = target.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
-
-
-def is_view(op: Op) -> bool:
-    """All results share the storage of an argument, and nothing is written.
-
-    An addition that a plain step makes in place has the signature, and the work, of one that it does not.
-    """
-    name = base_name(op.target)
-    writes = (name.endswith("_") and not name.endswith("__")) or name in _MAYBE_IN_PLACE or op.target == COPY_IN
-    foreach = name.startswith(("_foreach_", "_fused_"))
-    return bool(op.outputs) and not writes and not foreach and all(t.storage in op.inputs for t in op.outputs)
-
-
 def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[int, float]:
     """Seconds for each missing signature index, from the seconds of the ``known`` ones of the same graph.
 
@@ -203,24 +182,18 @@ def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[i
     moved; else the median rate of all timed ops that do arithmetic, or that only move bytes. Zero where nothing was
     timed, and for ops that touch no bytes: those around what is offloaded are in no step that recomputes.
     """
-    example = {op.signature: op for op in reversed(graph.ops)}
-    sizes = {s.id: s.bytes for s in graph.storages}
-    work: dict[int, tuple[float, float]] = {}  # FLOPs, and bytes read and written
-    for i, op in example.items():
-        if i in known or i in missing:
-            written = sum(prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
-            work[i] = op.flops, written + sum(sizes.get(s, 0) for s in op.inputs)
     out: dict[int, float] = {}
-    for i in missing & work.keys():
-        if base_name(example[i].target) in UNTOUCHED or is_view(example[i]):
+    for i in missing:
+        mine = graph.work[i]
+        if mine.kind == "none":
             out[i] = 0.0
             continue
-        by = 0 if work[i][0] > 0 else 1
-        alike = [k for k in work if k in known and (work[k][0] > 0) == (by == 0)]
-        evidence = [k for k in alike if example[k].target == example[i].target] or alike
-        rates = [known[k] / work[k][by] for k in evidence if work[k][by] > 0]
-        if rates and work[i][by] > 0:
-            out[i] = median(rates) * work[i][by]
+        by = operator.attrgetter("flops" if mine.flops else "bytes")
+        alike = {k: work for k in known if bool((work := graph.work[k]).flops) == bool(mine.flops)}
+        evidence = {k: work for k, work in alike.items() if work.name == mine.name} or alike
+        rates = [known[k] / by(work) for k, work in evidence.items() if by(work) > 0]
+        if rates and by(mine) > 0:
+            out[i] = median(rates) * by(mine)
         else:
             out[i] = median(known[k] for k in evidence) if evidence else 0.0
     return out

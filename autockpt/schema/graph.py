@@ -22,6 +22,7 @@ Phase = Literal["forward", "recompute", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward", "optimizer")
 UnitRole = Literal["block", "attention", "mlp", "head"]
 StorageKind = Literal["activation", "gradient", "optimizer", "weight", "other"]
+WorkKind = Literal["none", "matrix", "attention", "elements", "link"]
 
 
 class Unit(Data):
@@ -65,6 +66,26 @@ class Op:
     inputs: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
     outputs: tuple[TensorMeta, ...] = ()
+
+
+@dataclass(slots=True)
+class Work:
+    """What an op asks of a device: FLOPs (multiply and add are two), bytes read and written, elements of the largest
+    tensor.
+
+    ``name`` is the op without namespace and overload (``tanh``), ``dtype`` that of the arithmetic as torch names it
+    (``bfloat16``), ``smallest`` the smallest dimension of a product. ``unpacked``: those of the bytes that are moved
+    before the product begins, to dequantise its weight. Of a collective (``link``) ``bytes`` are what a rank sends.
+    """
+
+    kind: WorkKind
+    name: str
+    dtype: str = "float32"
+    flops: float = 0.0
+    bytes: float = 0.0
+    elements: int = 0
+    smallest: int = 0
+    unpacked: float = 0.0
 
 
 @dataclass(slots=True)
@@ -123,6 +144,7 @@ class Graph(Data):
     resident_bytes: int
     resident: dict[str, int] = Field(default_factory=dict, description="its bytes by what they are: weights, …")
     signatures: tuple[str, ...]
+    work: tuple[Work, ...] = Field(default=(), description="of an op of each signature")
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     copies: tuple[Copy, ...] = ()

@@ -39,10 +39,12 @@ def to_graph(
         unit = places[born[sid]][1] if sid in born else owners.get(sid)
         storages.append(Storage(sid, nbytes, birth, death, kind, unit))
     texts: dict[str, int] = {}
+    work: list[Any] = []
     ops: list[Op] = []
     for index, op in enumerate(recorder.ops):
         call, (path, unit) = op.call, places[op.module]
-        number = texts.setdefault(call.text, len(texts))
+        if (number := texts.setdefault(call.text, len(texts))) == len(work):
+            work.append(call.work)
         target, phase = call.operator.name, PHASES[op.phase]
         ops.append(Op(index, target, phase, path, number, unit, call.flops, op.inputs, op.offsets, op.outputs))
         if nbytes := call.workspace:
@@ -52,6 +54,7 @@ def to_graph(
         resident_bytes=sum(resident.values()),
         resident=resident,
         signatures=tuple(texts),
+        work=tuple(work),
         ops=tuple(ops),
         storages=tuple(storages),
         copies=tuple(replace(copy, unit=places[module][1]) for module, copy in recorder.copies),

@@ -13,7 +13,6 @@ from torch.fx.passes.shape_prop import TensorMetadata
 
 from autockpt.schema.graph import Graph, TensorMeta
 from autockpt.tracing.kernels.operators import overload_of
-from autockpt.tracing.kernels.signature import dtype_of
 
 _TOLD = ("phase", "module", "unit", "flops", "inputs", "outputs")  # of an op in its node's metadata
 
@@ -67,4 +66,4 @@ def _overload(name: str) -> Callable[..., Any]:
 
 
 def _tensor_metadata(meta: TensorMeta) -> TensorMetadata:
-    return TensorMetadata(torch.Size(meta.shape), dtype_of(meta.dtype), False, meta.stride, None, False, {})
+    return TensorMetadata(torch.Size(meta.shape), getattr(torch, meta.dtype), False, meta.stride, None, False, {})

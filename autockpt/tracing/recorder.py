@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from autockpt.policies.base import setting
 from autockpt.policies.compiling import uncompiled
-from autockpt.schema.graph import Copy, TensorMeta, Tier
+from autockpt.schema.graph import Copy, TensorMeta, Tier, Work
 from autockpt.tracing.accumulation import Counts, InPlaceAdds
 from autockpt.tracing.kernels.operators import Operator, Operators, count_flops, flat_tensors
 from autockpt.tracing.kernels.quantised_kernels import notes_on_quantised
 from autockpt.tracing.kernels.signature import dtype_name, signature
 from autockpt.tracing.kernels.triton_launches import LAUNCH, NOTE
+from autockpt.tracing.kernels.work import work_of
 from autockpt.tracing.kernels.workspaces import (
     ESTIMATED,
     MOST_FLOPS,
@@ -80,9 +81,9 @@ class OpRecord(NamedTuple):
 
 
 class KindOfCall:
-    """Everything that all calls of one signature share. ``outcome`` is inferred when first needed."""
+    """Everything that all calls of one signature share. ``outcome`` is inferred, ``work`` known, after the first."""
 
-    __slots__ = ("flops", "operator", "outcome", "text", "trial", "workspace")
+    __slots__ = ("flops", "operator", "outcome", "text", "trial", "work", "workspace")
 
     def __init__(self, operator: Operator, text: str) -> None:
         self.operator = operator
@@ -91,6 +92,7 @@ class KindOfCall:
         self.workspace = 0
         self.trial: Callable[[], int] | None = None  # where the workspace is only an estimate
         self.outcome: Outcome | None = None
+        self.work: Work | None = None
 
 
 class OpCall(NamedTuple):
@@ -232,6 +234,9 @@ class Recorder(TorchDispatchMode):
         if in_place:  # for a caller that expects a new tensor object
             result = args[0].detach()
         outputs = self._outputs(result, index)
+        if kind.work is None:
+            made = [tensor for tensor in flat_tensors(result) if self._counts(tensor)]
+            kind.work = work_of(operator, kind.text, operator.arguments(args, kwargs), tensors, made, kind.flops)
         self.ops.append(OpRecord(kind, phase, module, inputs, offsets, outputs))
         if operator.multiplies and outputs:
             self._product = outputs[0].storage

@@ -18,9 +18,8 @@ from autockpt.cost.roofline import (
     waits_for_host,
 )
 from autockpt.cost.step import simulate
-from autockpt.cost.work import Work
 from autockpt.schema import Graph, Op, WorkloadSpec
-from autockpt.schema.graph import TensorMeta
+from autockpt.schema.graph import TensorMeta, Work
 from autockpt.schema.hardware import Hardware
 from autockpt.shipped import load_hardware
 from tests.samples import environment
@@ -144,9 +143,9 @@ def nominal_seconds(kind: str, rows: int) -> float:
     """On common hardware, of one op that reads and writes so many rows."""
     made = TensorMeta(shape=(rows, 1024), stride=(1024, 1), dtype="float32", storage=1)
     op = Op(index=0, target="aten.tanh.default", phase="forward", module="", signature=0, inputs=(0,), outputs=(made,))
-    text = f"aten.tanh.default(f32[{rows},1024])"
-    graph = Graph(resident_bytes=0, ops=(op,), storages=(), signatures=(text,))
-    return nominal_op_times(environment(kind), graph).seconds[text]
+    work = Work("elements", "tanh", bytes=2.0 * 4 * 1024 * rows)
+    graph = Graph(resident_bytes=0, ops=(op,), storages=(), signatures=("tanh",), work=(work,))
+    return nominal_op_times(environment(kind), graph).seconds["tanh"]
 
 
 def test_large_blocks_are_mapped_anew_on_a_cpu() -> None:

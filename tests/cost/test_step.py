@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.schema.graph import Copy, Graph, Op, Phase, Storage, TensorMeta, Unit
+from autockpt.schema.graph import Copy, Graph, Op, Phase, TensorMeta, Unit, Work
 from tests.cost.made_up import simulated
 
 
@@ -123,7 +123,8 @@ def test_each_tier_has_a_bandwidth_and_the_disk_one_queue():
         simulated(graph("fff", copies=copies), SECONDS, bandwidth_out=1.0, bandwidth_in=1.0, disk_in=1.0)
 
 
-GATHER, REDUCE, COPY_IN, COPY_OUT = (
+VIEW, GATHER, REDUCE, COPY_IN, COPY_OUT = (
+    "aten.view.default",
     "c10d._allgather_base_.default",
     "_c10d_functional.all_reduce.default",
     "fsdp.all_gather_copy_in.default",
@@ -135,7 +136,8 @@ def of_ranks(*ops: tuple[str, tuple[int, ...], int | None]) -> Graph:
     """Ops as (target, storages that it reads, storage that it makes or writes to)."""
     made = tuple(op(i, target=target, inputs=inputs, out=out) for i, (target, inputs, out) in enumerate(ops))
     texts = tuple(f"{op.target}({op.index})" for op in made)
-    return Graph(resident_bytes=0, signatures=texts, ops=made, storages=())
+    kinds = tuple(Work("none" if op.target == VIEW else "elements", op.target) for op in made)
+    return Graph(resident_bytes=0, signatures=texts, work=kinds, ops=made, storages=())
 
 
 def seconds_of(graph: Graph, by_target: dict[str, float]) -> float:
@@ -154,7 +156,7 @@ def test_a_layer_is_gathered_while_the_one_before_computes(gather: float, expect
 
 def test_only_what_touches_a_sum_waits_for_it():
     graph = of_ranks(
-        ("aten.mm.default", (0,), 1), (REDUCE, (1,), 2), ("aten.view.default", (2,), 2),
+        ("aten.mm.default", (0,), 1), (REDUCE, (1,), 2), (VIEW, (2,), 2),
         ("aten.mm.default", (0,), 3), ("aten.mm.default", (2,), 4),
     )  # fmt: skip
     assert seconds_of(graph, {REDUCE: 5.0, "aten.mm.default": 3.0}) == pytest.approx(3 + 5 + 3)
@@ -177,35 +179,30 @@ def test_a_sum_is_on_its_way_while_a_copy_is_waited_for():
     assert (found.step_seconds, found.copy_seconds) == (3 + 7 + 3 + 3, 7)
 
 
-def timed(target: str, elements: int, index: int, flops: int = 0, out: int = 1) -> Op:
-    return op(index, target=target, elements=elements, flops=flops, inputs=(0,), out=out)
-
-
-def missing_seconds(*ops: Op, known: dict[str, float]) -> float:
-    """What ops are taken for that were not timed; all read 400 bytes."""
-    storages = (Storage(id=0, bytes=400, birth=0, death=None),)
-    graph = Graph(resident_bytes=0, signatures=tuple(f"s{o.index}" for o in ops), ops=ops, storages=storages)
+def missing_seconds(*work: Work, known: dict[str, float]) -> float:
+    """What ops are taken for that were not timed, of those whose work is given."""
+    texts = tuple(f"s{i}" for i in range(len(work)))
+    ops = tuple(map(op, range(len(work))))
+    graph = Graph(resident_bytes=0, signatures=texts, work=work, ops=ops, storages=())
     return simulated(graph, known).step_seconds - sum(known.values())
 
 
 @pytest.mark.parametrize(("flops", "expected"), [(1000, 6.0), (0, 2.0)])
 def test_the_same_op_is_scaled_by_its_flops_or_bytes(flops: int, expected: float):
-    """Three times the FLOPs; or 400 bytes read, and 400 or 1200 written."""
-    ops = timed("mm", 100, 0, flops), timed("mm", 300, 1, 3 * flops), timed("add", 10, 2)
-    assert missing_seconds(*ops, known={"s0": 2.0 if flops else 1.0, "s2": 9.0}) == pytest.approx(expected)
+    """Three times the FLOPs; or twice the bytes."""
+    product, larger = (Work("matrix", "mm", flops=n * flops, bytes=size) for n, size in ((1, 800), (3, 1600)))
+    other = Work("elements", "add", bytes=440)
+    found = missing_seconds(product, larger, other, known={"s0": 2.0 if flops else 1.0, "s2": 9.0})
+    assert found == pytest.approx(expected)
 
 
 def test_another_op_takes_the_median_rate_of_its_kind():
-    ops = (timed(name, n, i) for i, (name, n) in enumerate((("add", 100), ("mul", 100), ("exp", 100), ("silu", 300))))
-    assert missing_seconds(*ops, known={"s0": 1.0, "s1": 2.0, "s2": 30.0}) == pytest.approx(2.0 * 2.0)
+    sizes = {"add": 800, "mul": 800, "exp": 800, "silu": 1600}
+    work = (Work("elements", name, bytes=size) for name, size in sizes.items())
+    assert missing_seconds(*work, known={"s0": 1.0, "s1": 2.0, "s2": 30.0}) == pytest.approx(2.0 * 2.0)
 
 
-@pytest.mark.parametrize(
-    ("target", "out"),
-    [("aten.set_.source_Storage", 0), ("aten.empty.memory_format", 1), ("aten.as_strided.default", 0)],
-)
-def test_an_op_that_touches_no_bytes_takes_no_time(target: str, out: int):
+def test_an_op_that_touches_no_bytes_takes_no_time():
     """Taken for ones that move their bytes, those around offloaded tensors made a plan look 17 times as slow, and
     views of DTensors one four times."""
-    ops = timed("add", 100, 0), timed(target, 100, 1, out=out)
-    assert missing_seconds(*ops, known={"s0": 1.0}) == 0.0
+    assert missing_seconds(Work("elements", "add", bytes=800), Work("none", "set_"), known={"s0": 1.0}) == 0.0

@@ -93,6 +93,6 @@ def traced(factory: str, device: str, **settings: Any) -> tuple[set[str], int]:
 def test_a_ghost_run_for_cuda_saves_what_cuda_saves() -> None:
     """Softmax gives 16 bit on the CPU; on CUDA fp32 for itself and a copy in 16 bit for the product after it."""
     here, there = (traced("gates", device, autocast="bf16") for device in ("cpu", "cuda"))
-    assert here[0] == {"bf16"} and there[0] == {"f32"}
+    assert here[0] == {"bfloat16"} and there[0] == {"float32"}
     assert there[1] - here[1] == pytest.approx(3 * 64 * WIDTH * 4, abs=16)  # the loss is kept, too
     assert traced("gates_under_cuda_autocast", "cuda") == there

@@ -35,9 +35,9 @@ PLACES: tuple[tuple[Phase, str | None], ...] = (
 )
 
 
-def step(dtype: str = "bf16") -> Graph:
+def step(dtype: str = "bfloat16") -> Graph:
     """A step of two blocks, with AdamW's two states, its temporaries and a gradient for each of the two weights."""
-    item = 2 if dtype == "bf16" else 4
+    item = 2 if dtype == "bfloat16" else 4
     n = VALUES * item
     storages = [
         Storage(id=0, bytes=n, birth=-1, death=None, kind="weight", unit="a"),
@@ -88,20 +88,20 @@ def test_matrix_workspaces_are_there_all_the_time() -> None:
 
 
 def test_eight_bit_states() -> None:
-    graph = seen(step("bf16"), CPU, optimizer="adamw8bit")
+    graph = seen(step("bfloat16"), CPU, optimizer="adamw8bit")
     states = graph.resident["optimizer states"]
     assert states == 4 * (VALUES + VALUES // 256 * 4) + 8
     assert not any(s.id == 12 for s in graph.storages)  # one kernel, no temporaries
-    wide = seen(step("f32"), CPU, optimizer="adamw8bit")
+    wide = seen(step("float32"), CPU, optimizer="adamw8bit")
     assert wide.resident["optimizer states"] == states
 
 
 def test_master_weights() -> None:
-    graph = seen(step("bf16"), CPU, master_weights=True)
+    graph = seen(step("bfloat16"), CPU, master_weights=True)
     assert graph.resident["optimizer states"] == 4 * VALUES * 4 + 8
     assert graph.resident["master weights"] == 2 * VALUES * 4
     assert next(s.bytes for s in graph.storages if s.id == 12) == 2 * VALUES * 4
-    plain = step("f32")
+    plain = step("float32")
     assert seen(plain, CPU, master_weights=True) == plain
 
 
