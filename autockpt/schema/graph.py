@@ -6,11 +6,13 @@ checked where they are read from a file.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import Field
 
@@ -25,6 +27,18 @@ StorageKind = Literal["activation", "gradient", "optimizer", "weight", "other"]
 WorkKind = Literal["none", "matrix", "attention", "elements", "link"]
 
 
+T = TypeVar("T")
+
+
+@dataclass_transform()
+def _record(cls: type[T]) -> type[T]:
+    """A dataclass that crosses processes as the values of its fields: several times faster than by their names."""
+    made: Any = dataclass(slots=True)(cls)
+    values = attrgetter(*made.__slots__)
+    copyreg.pickle(made, lambda one: (made, values(one)))
+    return made
+
+
 class Unit(Data):
     """A module that one choice is made for."""
 
@@ -35,7 +49,7 @@ class Unit(Data):
     parent: str | None = Field(default=None, description="the enclosing unit's name, for attention and MLP sub-units")
 
 
-@dataclass(slots=True)
+@_record
 class TensorMeta:
     """A tensor as an op returned it. ``storage`` is a Storage id; sizes in elements, ``offset`` too."""
 
@@ -46,7 +60,7 @@ class TensorMeta:
     offset: int = 0
 
 
-@dataclass(slots=True)
+@_record
 class Op:
     """One call into PyTorch's dispatcher below autograd.
 
@@ -68,7 +82,7 @@ class Op:
     outputs: tuple[TensorMeta, ...] = ()
 
 
-@dataclass(slots=True)
+@_record
 class Work:
     """What an op asks of a device: FLOPs (multiply and add are two), bytes read and written, elements of the largest
     tensor.
@@ -88,7 +102,7 @@ class Work:
     unpacked: float = 0.0
 
 
-@dataclass(slots=True)
+@_record
 class Storage:
     """A block of device memory. Alive from op ``birth`` up to and including op ``death`` (None: past the end).
 
@@ -107,7 +121,7 @@ class Storage:
         return self.birth <= op and (self.death is None or self.death >= op)
 
 
-@dataclass(slots=True)
+@_record
 class Copy:
     """Bytes moved off (``out``) or back onto (``in``) the device by an offload choice, or sent to other ranks by DDP.
 
