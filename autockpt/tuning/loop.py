@@ -106,11 +106,9 @@ class Loop:
                 self.stopped = "saving everything fits the budget, so there is nothing to trade"
                 best = self._plain
             else:
-                terms = self.target.terms
-                # candidates; where these are few, the ghost runs of each
+                # candidates; of a simulation, which tries one, the ghost runs of that
                 steps = max(0, self.max_candidates - self.trials.spent)
-                if terms.most_candidates is not None:
-                    steps = terms.most_candidates * (terms.checks + 1)
+                steps = steps if self.target.measures else self.target.checks + 1
                 with self.clock.stage("search", steps):
                     self._try(self.proposer.candidates(self))
                 with self.clock.stage("finals"):
@@ -194,7 +192,7 @@ class Loop:
     def _score(self, candidate: Candidate) -> None:
         """Score a new plan and record the trial; a plan in which processes crashed too often is given up."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
-        if candidate.score is not None or self.target.terms.source != "measured":
+        if candidate.score is not None or not self.target.measures:
             score = candidate.score or self.target.score(candidate, budget_bytes)
             trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
         else:

@@ -19,7 +19,7 @@ from autockpt.tuning.clock import Clock
 from autockpt.tuning.compiled import NOT_PREDICTED
 from autockpt.tuning.loop import SearchResult
 from autockpt.tuning.outlook import look_around, trade
-from autockpt.tuning.targets.base import Prepared, Terms
+from autockpt.tuning.targets.base import Prepared, Target
 
 OFF = 3.0
 """Steps that take so many times as long as op times tell, or so many times less, are not those that were timed."""
@@ -28,7 +28,7 @@ _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget
 
 def finish(
     prepared: Prepared,
-    terms: Terms,
+    target: Target,
     run: RunDirectory | None,
     cost_model: CostModel | None,
     known: Mapping[str, Mapping[str, Choice]],
@@ -40,7 +40,7 @@ def finish(
     ``cost_model`` None: nothing is predicted. ``known`` are the well-known plans.
     """
     asked, environment, notes, best = prepared.request, prepared.environment, found.notes, found.best
-    if cost_model is not None and terms.knows_seconds and (pace := _pace(found)) is not None:
+    if cost_model is not None and target.knows_seconds and (pace := _pace(found)) is not None:
         forget_op_times(environment, prepared.workload_key)
         notes.append(
             f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
@@ -49,7 +49,7 @@ def finish(
     by_hash = {trial.plan_hash: trial for trial in found.trials}
     tried = [(name, by_hash[key]) for name, plan in known.items() if (key := plan_hash(plan)) in by_hash]
     tried += [(OURS, best)] if best is not None else []
-    rows = tuple(_row(name, trial, asked.host_budget, terms.knows_seconds) for name, trial in tried)
+    rows = tuple(_row(name, trial, asked.host_budget, target.knows_seconds) for name, trial in tried)
     plan = None
     if best is not None:
         notes.extend(_said_of_plan(best, prepared.found.tracer.head))
@@ -57,7 +57,7 @@ def finish(
             notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
         if asked.hardware is not None and cost_model is not None:
             notes.extend(waits_for_host(asked.hardware, cost_model.predictor.graph(best.choices)))
-        plan = _plan(prepared, best, found.budget, terms, rows, notes)
+        plan = _plan(prepared, best, found.budget, target, rows, notes)
         if run is not None:
             run.write_plan(plan)
             if cost_model is not None:  # the plan's step, and as far as time allows what other plans come to
@@ -71,7 +71,7 @@ def finish(
             notes.append(offer)
     outcome = SearchOutcome(
         plan=plan,
-        source=terms.source,
+        source=target.source,
         budget=found.budget,
         device=environment.device,
         rows=rows,
@@ -79,7 +79,7 @@ def finish(
         binding=found.binding,
         interrupted=found.interrupted,
         resumed=found.resumed,
-        measured_trials=sum(t.score is not None or terms.source == "simulated" for t in found.trials),
+        measured_trials=sum(t.score is not None or target.source == "simulated" for t in found.trials),
         stopped=found.stopped,
         run_directory=run.path if run else None,
         plan_path=run.plan_path if run and plan else None,
@@ -99,7 +99,7 @@ def _plan(
     prepared: Prepared,
     best: Trial,
     budget: ResolvedBudget,
-    terms: Terms,
+    target: Target,
     rows: Sequence[Comparison],
     notes: Sequence[str],
 ) -> Plan:
@@ -109,12 +109,12 @@ def _plan(
     chosen = head is not None and best.choices.get(head.name, SAVE) != SAVE
     if spec is not None and (named := settings.get("units")):  # found cuts are not looked for again
         spec = spec.model_copy(update={"units": named})
-    assumed = asked.notes if terms.source == "simulated" else ()
+    assumed = asked.notes if target.source == "simulated" else ()
     return Plan.create(
         best.choices,
         [*tracer.units, head] if chosen and head is not None else tracer.units,
         model=asked.name,
-        source=terms.source,
+        source=target.source,
         workload=spec,
         settings=settings,
         environment=prepared.environment,

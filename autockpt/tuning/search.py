@@ -111,7 +111,7 @@ def _search(
     except InfeasibleError as error:
         explain_refusal(error, prepared, run, cost_model, clock)
         raise
-    return finish(prepared, target.terms, run, cost_model, proposer.known, found, clock)
+    return finish(prepared, target, run, cost_model, proposer.known, found, clock)
 
 
 def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: Measurer | None = None) -> Target:

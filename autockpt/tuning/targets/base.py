@@ -12,24 +12,6 @@ from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, 
 from autockpt.tuning.opening import Traced, less_than_asked, live_settings, workload_key
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
 
-MOST_REPEATS = 12
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a target's numbers are good for, and how much work a candidate is worth.
-
-    ``source`` says what its numbers are; where ``knows_seconds`` is False they rank plans and are shown to nobody.
-    ``checks`` are the ghost runs that may be spent on refining one candidate. The space counts as exhausted after
-    ``most_repeats`` known plans in a row; ``most_candidates`` ends a search early where it is given.
-    """
-
-    source: PlanStatus = "measured"
-    knows_seconds: bool = True
-    checks: int = 8
-    most_repeats: int = MOST_REPEATS
-    most_candidates: int | None = None
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -84,11 +66,22 @@ class Prepared:
 class Target:
     """Where candidates are evaluated: trace the step, build the cost model, score candidates, choose the winner.
 
-    ``terms`` say how far its numbers can be trusted; ``notes`` are shown to the user.
+    ``source`` says what its numbers are; where it does not know ``knows_seconds``, they rank plans and are shown to
+    nobody. ``checks`` are the ghost runs that may be spent on refining one candidate. The space counts as exhausted
+    after ``most_repeats`` known plans in a row. ``notes`` are shown to the user.
     """
 
-    terms: Terms = Terms()
+    source: PlanStatus = "measured"
+    knows_seconds: bool = True
+    checks: int = 8
+    most_repeats: int = 12
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def measures(self) -> bool:
+        """Whether candidates take real steps. Simulated costs are what the solver takes them for, so that its refined
+        plan is what any other candidate would come to: a simulation tries one, and learns nothing from it."""
+        return self.source == "measured"
 
     def trace(self, stack: ExitStack) -> Prepared:
         """Ghost-run the request; ``stack`` keeps open what later ghost runs need. Raises UsageError."""

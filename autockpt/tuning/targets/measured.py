@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from autockpt.cost import CostModel, measure_op_times, memory_at_hand, used_by_others
@@ -97,7 +97,7 @@ class Measured(Target):
             times = self._op_times(prepared)
             cost_model = _cost_model(prepared, self.clock, times)
         if times is None:
-            self.terms = replace(self.terms, knows_seconds=False)
+            self.knows_seconds = False
             self.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")
         return cost_model
 
@@ -108,7 +108,7 @@ class Measured(Target):
         least = min(prepared.needs(graph) for _, graph in found.uniform.values())
         if budget_bytes is not None and budget_bytes < least:
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
-            SolverProposer(request, untimed, Target(), Trials(None), clock).begin()
+            SolverProposer(request, untimed, self, Trials(None), clock).begin()
         try:
             with turn_to_offload(device.kind, (choices for choices, _ in found.uniform.values()), clock.listener.note):
                 times, measured = measure_op_times(

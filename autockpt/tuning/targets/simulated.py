@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autockpt.cost import CostModel, said_of, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware
 from autockpt.policies.offload import MOVING
-from autockpt.schema import SearchSpace
+from autockpt.schema import PlanStatus, SearchSpace
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.request import SearchRequest
 from autockpt.tracing import Tracer
 from autockpt.tracing.tracer import uncollected
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import traced_for
-from autockpt.tuning.targets.base import MOST_REPEATS, Prepared, Target, Terms
+from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.trials import Candidate, Score
 
-SIMULATED = Terms(
-    source="simulated",
-    checks=20,
-    most_repeats=MOST_REPEATS // 3,  # without noise the solver's coefficients are right from the start
-    most_candidates=1,
-)
-"""One plan of the solver's next to the well-known ones, refined to its end: costs are what the solver takes them for,
-so its plan is what any other candidate would come to."""
 CHECKS_OF_THE_DEEP = 8
 """Ghost runs that may be spent on refining the plan of a deep model, whose ghost runs are slow."""
 
@@ -34,7 +26,9 @@ CHECKS_OF_THE_DEEP = 8
 class Simulated(Target):
     """Candidates are what their ghost runs and op times say; nothing is measured, so nothing is repeated."""
 
-    terms: Terms = SIMULATED
+    source: PlanStatus = "simulated"
+    checks: int = 20
+    most_repeats: int = 4  # without noise the solver's coefficients are right from the start
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
         """The prediction stands."""
@@ -69,7 +63,7 @@ class OnHardware(Simulated):
             more = {"host_budget": request.host_budget, "listener": self.clock.listener}
             cost_model = found.cost_model(times, needs=needs, **more)
         if found.twin is not None:
-            self.terms = replace(SIMULATED, checks=CHECKS_OF_THE_DEEP)
+            self.checks = CHECKS_OF_THE_DEEP
         return cost_model
 
 
