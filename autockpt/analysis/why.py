@@ -96,10 +96,11 @@ def searched(request: SearchRequest, cost_model: CostModel, listener: Listener) 
     saving = proposer.known[NONE]
     known = Known(saving, cost_model.predictor.predict(saving))
     try:
-        found = Loop(proposer, target, trials, request.trials, clock).run()
-        if found.interrupted:
+        loop = Loop(proposer, target, trials, request.trials, clock)
+        loop.run()
+        if loop.interrupted:
             raise KeyboardInterrupt
-        plans = look_around(cost_model, found, None, clock, math.inf).plans  # the same ones on a busy machine
+        plans = look_around(cost_model, loop, None, math.inf).plans  # the same ones on a busy machine
     except InfeasibleError:
         plans = ghost_runs(cost_model)
     for tried in (*trials.all, *plans):

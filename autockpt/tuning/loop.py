@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from autockpt.errors import AutockptError, MeasurementError, TimeLimitReached
@@ -17,21 +17,6 @@ from autockpt.tuning.trials import Candidate, Score, Trials
 MAX_CRASHES = 2
 """After so many processes crashed while they measured a plan, the search goes on without it."""
 _GIVEN_UP = Score("failed", message=f"not measured: {MAX_CRASHES} processes ended in the middle of it")
-
-
-@dataclass
-class SearchResult:
-    """What a search found. ``best`` None: interrupted before anything that fits was measured."""
-
-    budget: ResolvedBudget
-    best: Trial | None
-    trials: list[Trial]
-    binding: bool
-    smallest_peak: int
-    interrupted: bool = False
-    resumed: int = 0
-    stopped: str = ""
-    notes: list[str] = field(default_factory=list)
 
 
 class Proposer(Protocol):
@@ -71,8 +56,9 @@ class Proposer(Protocol):
 class Loop:
     """One search: ``proposer`` yields candidates, ``target`` scores candidates, ``trials`` records each as it ends.
 
-    At most ``max_candidates`` are tried, within the ``clock``'s time limit; ``stopped`` is why the search ended.
-    ``last_seconds`` is how long the last candidate took, its ghost runs included.
+    At most ``max_candidates`` are tried, within the ``clock``'s time limit. Once it has run, ``best`` is what it found
+    (None: ``interrupted`` before anything that fits was measured), ``stopped`` why it ended. ``last_seconds`` is how
+    long the last candidate took, its ghost runs included.
     """
 
     proposer: Proposer
@@ -80,18 +66,19 @@ class Loop:
     trials: Trials
     max_candidates: int
     clock: Clock
+    best: Trial | None = None
+    interrupted: bool = False
     stopped: str = ""
     last_seconds: float = 0.0
     _more_is_faster: bool = False
 
-    def run(self) -> SearchResult:
+    def run(self) -> None:
         """Search until the trials, the time or the possibilities are used up; Ctrl-C ends it with the best so far.
 
         Raises InfeasibleError where nothing fits the budget, naming the smallest reachable peak; TimeLimitReached where
         the time limit came before that was known; KeyboardInterrupt where not even the budget was known in bytes by
         then.
         """
-        best, interrupted = None, False
         try:
             self.proposer.begin()
             with self.clock.stage("baselines", len(self.proposer.known)):
@@ -104,7 +91,7 @@ class Loop:
             self._more_is_faster = self.proposer.resolve(self.stopped)
             if not self.binding:
                 self.stopped = "saving everything fits the budget, so there is nothing to trade"
-                best = self._plain
+                self.best = self._plain
             else:
                 # candidates; of a simulation, which tries one, the ghost runs of that
                 steps = max(0, self.max_candidates - self.trials.spent)
@@ -113,29 +100,24 @@ class Loop:
                     self._try(self.proposer.candidates(self))
                 with self.clock.stage("finals"):
                     # well-known plans are timed with the best: the table sets their step times against it
-                    best = self.target.winner(self.trials, self._known, self.clock.seconds_left)
+                    self.best = self.target.winner(self.trials, self._known, self.clock.seconds_left)
         except (KeyboardInterrupt, TimeLimitReached) as end:
-            interrupted = isinstance(end, KeyboardInterrupt)
-            self.stopped = "interrupted; everything measured so far is kept" if interrupted else self._time
+            self.interrupted = isinstance(end, KeyboardInterrupt)
+            self.stopped = "interrupted; everything measured so far is kept" if self.interrupted else self._time
             if self.trials.budget_bytes is None and self._plain is not None and self.proposer.smallest_peak:
                 with suppress(MeasurementError):
                     self.proposer.resolve(self.stopped)
-            best = self.trials.best
-        if best is None and not interrupted:
+            self.best = self.trials.best
+        if self.best is None and not self.interrupted:
             self._refuse()
         if self.trials.budget is None:
             raise KeyboardInterrupt
-        return SearchResult(
-            budget=self.trials.budget,
-            best=best,
-            trials=self.trials.all,
-            binding=self.binding,
-            smallest_peak=self.proposer.smallest_peak,
-            interrupted=interrupted,
-            resumed=self.trials.resumed,
-            stopped=self.stopped,
-            notes=[*self.target.notes, *self.trials.notes],
-        )
+
+    @property
+    def budget(self) -> ResolvedBudget:
+        """In bytes, once the search has ended."""
+        assert self.trials.budget is not None
+        return self.trials.budget
 
     def used_up(self, *, one_late: bool = False) -> bool:
         """Whether a limit is reached; ``stopped`` then says which. ``one_late``: steps may exceed it a little."""

@@ -9,45 +9,38 @@ from typing import Any
 from autockpt.cost import CostModel, forget_op_times
 from autockpt.cost.roofline import waits_for_host
 from autockpt.devices import said_of_host
-from autockpt.schema import SAVE, Choice, ResolvedBudget, Trial, Unit, format_bytes
+from autockpt.schema import SAVE, PlanStatus, ResolvedBudget, Trial, Unit, format_bytes
 from autockpt.schema.known import ALL, OURS
-from autockpt.schema.plan import Comparison, Plan, Verdict, plan_hash
+from autockpt.schema.plan import Comparison, Plan, Verdict
 from autockpt.schema.request import FinishedSearch, SearchOutcome
 from autockpt.schema.runs import RunDirectory
 from autockpt.schema.words import counted, step_note
-from autockpt.tuning.clock import Clock
 from autockpt.tuning.compiled import NOT_PREDICTED
-from autockpt.tuning.loop import SearchResult
+from autockpt.tuning.loop import Loop
 from autockpt.tuning.outlook import look_around, trade
-from autockpt.tuning.targets.base import Prepared, Target
+from autockpt.tuning.targets.base import Prepared
+from autockpt.tuning.trials import Trials
 
 OFF = 3.0
 """Steps that take so many times as long as op times tell, or so many times less, are not those that were timed."""
 _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget", "out_of_memory": "out_of_memory"}
 
 
-def finish(
-    prepared: Prepared,
-    target: Target,
-    run: RunDirectory | None,
-    cost_model: CostModel | None,
-    known: Mapping[str, Mapping[str, Choice]],
-    found: SearchResult,
-    clock: Clock,
-) -> SearchOutcome:
+def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel | None, loop: Loop) -> SearchOutcome:
     """What people get of a search: its plan, rows and notes; all of it on record in ``run``.
 
-    ``cost_model`` None: nothing is predicted. ``known`` are the well-known plans.
+    ``cost_model`` None: nothing is predicted.
     """
-    asked, environment, notes, best = prepared.request, prepared.environment, found.notes, found.best
-    if cost_model is not None and target.knows_seconds and (pace := _pace(found)) is not None:
+    asked, environment, best = prepared.request, prepared.environment, loop.best
+    target, trials, known, clock = loop.target, loop.trials.all, loop.proposer.known, loop.clock
+    notes = [*target.notes, *loop.trials.notes]
+    if cost_model is not None and target.knows_seconds and (pace := _pace(loop.trials)) is not None:
         forget_op_times(environment, prepared.workload_key)
         notes.append(
             f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
             "these were measured. The search went by its own steps; the next one measures op times again"
         )
-    by_hash = {trial.plan_hash: trial for trial in found.trials}
-    tried = [(name, by_hash[key]) for name, plan in known.items() if (key := plan_hash(plan)) in by_hash]
+    tried = [(name, trial) for name, plan in known.items() if (trial := loop.trials.find(plan)) is not None]
     tried += [(OURS, best)] if best is not None else []
     rows = tuple(_row(name, trial, asked.host_budget, target.knows_seconds) for name, trial in tried)
     plan = None
@@ -57,39 +50,39 @@ def finish(
             notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
         if asked.hardware is not None and cost_model is not None:
             notes.extend(waits_for_host(asked.hardware, cost_model.predictor.graph(best.choices)))
-        plan = _plan(prepared, best, found.budget, target, rows, notes)
+        plan = _plan(prepared, best, loop.budget, target.source, rows, notes)
         if run is not None:
             run.write_plan(plan)
             if cost_model is not None:  # the plan's step, and as far as time allows what other plans come to
                 run.write_graph(cost_model.predictor.graph(best.choices), "plan")
                 if ALL in known and clock.seconds_left > 0:
                     run.write_graph(cost_model.predictor.graph(known[ALL]), "recompute")
-                if not found.interrupted and clock.seconds_left > 0:
+                if not loop.interrupted and clock.seconds_left > 0:
                     with clock.stage("other budgets"):
-                        run.write_outlook(look_around(cost_model, found, run.outlook(), clock))
-        if found.binding and (offer := trade(best, found.trials, run and run.outlook(), found.budget.bytes)):
+                        run.write_outlook(look_around(cost_model, loop, run.outlook()))
+        if loop.binding and (offer := trade(best, trials, run and run.outlook(), loop.budget.bytes)):
             notes.append(offer)
     outcome = SearchOutcome(
         plan=plan,
         source=target.source,
-        budget=found.budget,
+        budget=loop.budget,
         device=environment.device,
         rows=rows,
         settings=plain(prepared.settings),
-        binding=found.binding,
-        interrupted=found.interrupted,
-        resumed=found.resumed,
-        measured_trials=sum(t.score is not None or target.source == "simulated" for t in found.trials),
-        stopped=found.stopped,
+        binding=loop.binding,
+        interrupted=loop.interrupted,
+        resumed=loop.trials.resumed,
+        measured_trials=sum(t.score is not None or not target.measures for t in trials),
+        stopped=loop.stopped,
         run_directory=run.path if run else None,
         plan_path=run.plan_path if run and plan else None,
         set_aside=run.set_aside if run else None,
-        smallest_peak=found.smallest_peak,
+        smallest_peak=loop.proposer.smallest_peak,
         step_note=step_note(environment, asked.workload),
         stages=tuple(clock.stages),
         notes=(*asked.notes, *notes),
     )
-    if run is not None and plan is not None and not found.interrupted:
+    if run is not None and plan is not None and not loop.interrupted:
         limits = {"trials": asked.trials, "timeout": asked.timeout, "training_steps": asked.training_steps}
         run.write_finished(FinishedSearch(outcome=outcome, **limits))
     return outcome
@@ -99,7 +92,7 @@ def _plan(
     prepared: Prepared,
     best: Trial,
     budget: ResolvedBudget,
-    target: Target,
+    source: PlanStatus,
     rows: Sequence[Comparison],
     notes: Sequence[str],
 ) -> Plan:
@@ -109,12 +102,12 @@ def _plan(
     chosen = head is not None and best.choices.get(head.name, SAVE) != SAVE
     if spec is not None and (named := settings.get("units")):  # found cuts are not looked for again
         spec = spec.model_copy(update={"units": named})
-    assumed = asked.notes if target.source == "simulated" else ()
+    assumed = asked.notes if source == "simulated" else ()
     return Plan.create(
         best.choices,
         [*tracer.units, head] if chosen and head is not None else tracer.units,
         model=asked.name,
-        source=target.source,
+        source=source,
         workload=spec,
         settings=settings,
         environment=prepared.environment,
@@ -144,11 +137,11 @@ def _said_of_plan(best: Trial, head: Unit | None) -> Iterator[str]:
         yield f"the plan's steps are compiled to {compiled_to}"
 
 
-def _pace(found: SearchResult) -> float | None:
+def _pace(trials: Trials) -> float | None:
     """How long the first steps took, relative to what op times predicted; None where about so long, or not known."""
     paces = [
         t.measured.step_seconds / t.predicted.step_seconds
-        for t in found.trials[found.resumed :]
+        for t in trials.all[trials.resumed :]
         if t.measured and t.predicted and t.predicted.step_seconds
     ]
     pace = statistics.median(paces[:3] or [1.0])

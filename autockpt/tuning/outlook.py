@@ -15,8 +15,7 @@ from autockpt.schema import SAVE, Choice, Trial, format_binary, plan_hash, words
 from autockpt.schema.outlook import GhostAnswer, Outlook
 from autockpt.solvers import exact
 from autockpt.solvers.problem import peak_of
-from autockpt.tuning.clock import Clock
-from autockpt.tuning.loop import SearchResult
+from autockpt.tuning.loop import Loop
 from autockpt.tuning.refit import fit, priced
 from autockpt.tuning.trials import HIDDEN_COPIES
 
@@ -29,18 +28,17 @@ NOTABLE_ROOM = 0.03  # of the budget
 KEPT = 64  # ghost runs on record, the latest
 
 
-def look_around(
-    cost_model: CostModel, found: SearchResult, known: Outlook | None, clock: Clock, share: float = SHARE
-) -> Outlook:
+def look_around(cost_model: CostModel, loop: Loop, known: Outlook | None, share: float = SHARE) -> Outlook:
     """Predictions by the ghost runs of this search, and by those of plans for other budgets.
 
     They end after this ``share`` of the search's time. ``known`` is from an earlier search of this question.
     """
-    assert found.best is not None
-    predictor, until = cost_model.predictor, clock.elapsed * (1 + share)
+    assert loop.best is not None
+    clock, predictor = loop.clock, cost_model.predictor
+    until = clock.elapsed * (1 + share)
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
     runs |= {plan_hash(run.choices): run for run in ghost_runs(cost_model)}
-    plans = plans_around(cost_model, found.trials, found.best, found.budget.bytes)
+    plans = plans_around(cost_model, loop.trials.all, loop.best, loop.budget.bytes)
     others = {key: choices for choices in plans if (key := plan_hash(choices)) not in runs}
     predictor.ahead([*others.values()][:FEWEST])
     clock.listener.stage("ghost-run other budgets", len(others))

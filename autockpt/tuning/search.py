@@ -107,11 +107,12 @@ def _search(
             layers = [unit.name for unit in blocks_of(prepared.found.tracer)]
             room = prepared.environment.device.capacity_bytes - prepared.used_by_others
             proposer = SplitProposer(prepared.request, layers, target, trials, room=room, seeds=prepared.seeds)
-        found = Loop(proposer, target, trials, request.trials, clock).run()
+        loop = Loop(proposer, target, trials, request.trials, clock)
+        loop.run()
     except InfeasibleError as error:
         explain_refusal(error, prepared, run, cost_model, clock)
         raise
-    return finish(prepared, target, run, cost_model, proposer.known, found, clock)
+    return finish(prepared, run, cost_model, loop)
 
 
 def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: Measurer | None = None) -> Target:

@@ -12,7 +12,7 @@ from autockpt.runtime import attach
 from autockpt.schema import OFFLOAD, Offload, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.loop import Loop, SearchResult
+from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
@@ -84,12 +84,14 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
     assert not wants_disk(uniform, environment("cpu").device, needed // 2)  # there it is a file anyway
 
 
-def solved(known: CostModel, budget: str, space: SearchSpace) -> SearchResult:
+def solved(known: CostModel, budget: str, space: SearchSpace) -> Loop:
     """What a simulated search finds."""
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, host_budget=known.host_budget)
     target, trials = Simulated(), Trials(None)
     clock = Clock(Silence())
-    return Loop(SolverProposer(request, known, target, trials, clock), target, trials, 1, clock).run()
+    loop = Loop(SolverProposer(request, known, target, trials, clock), target, trials, 1, clock)
+    loop.run()
+    return loop
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])

@@ -12,7 +12,7 @@ from autockpt.schema import Choice, SearchRequest, SearchSpace, Silence, Trial, 
 from autockpt.schema.choices import dump_choice
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.loop import Loop, SearchResult
+from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers import solver
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.measured import Measured
@@ -60,7 +60,7 @@ def search(
     seeds: Mapping[str, Mapping[str, Choice]] | None = None,
     host_budget: int | None = None,
     headroom: str | None = None,
-) -> SearchResult:
+) -> Loop:
     """What the loop finds with the solver's plans. ``own_sampler``: with the sampler of real searches, which fits a
     Gaussian process before each trial; drawing at random costs nothing, and what the loop does is the same."""
     clock = clock or Clock(listener or Silence(), timeout)
@@ -79,7 +79,9 @@ def search(
     with pytest.MonkeyPatch.context() as patch:
         if not own_sampler:
             patch.setattr(solver, "sampler_for", lambda seed: RandomSampler(seed))
-        return Loop(proposer, target, tried, trials, clock).run()
+        loop = Loop(proposer, target, tried, trials, clock)
+        loop.run()
+    return loop
 
 
 def search_made_up(budget: str, units: int, *, simulated: bool) -> dict[str, Any]:

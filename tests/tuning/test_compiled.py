@@ -73,7 +73,9 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     tried = Trials(run)
     target = Compiled(measurer=compiler, clock=clock, request=request)  # type: ignore[arg-type]
     proposer = SplitProposer(request, NAMES, target, tried, room=10**6, seeds=more.pop("seeds", {}))
-    return Loop(proposer, target, tried, trials, clock).run()
+    loop = Loop(proposer, target, tried, trials, clock)
+    loop.run()
+    return loop
 
 
 @pytest.mark.parametrize("mode", ["layers", "model"])
@@ -84,8 +86,8 @@ def test_the_plan_fits_and_beats_every_single_budget(mode: str):
     assert found.best.measured.peak_bytes <= found.budget.bytes
     single = [compiler.costs(dict.fromkeys(NAMES, CompileBudget(fraction=f / 20))) for f in range(1, 20)]
     assert found.best.measured.step_seconds <= min(s for peak, s in single if peak <= found.budget.bytes) + 1e-9
-    assert all(trial.predicted is None for trial in found.trials)
-    assert (mode == "layers") == any(trial.name == "every-2" for trial in found.trials)
+    assert all(trial.predicted is None for trial in found.trials.all)
+    assert (mode == "layers") == any(trial.name == "every-2" for trial in found.trials.all)
     for tried in compiler.measured:
         fractions = {c.fraction for c in tried.values() if isinstance(c, CompileBudget)}
         assert mode == "layers" or len(fractions) <= 1
@@ -94,8 +96,8 @@ def test_the_plan_fits_and_beats_every_single_budget(mode: str):
 def test_selective_layers_are_tried_where_they_are_allowed():
     """Half of a layer is kept for an eighth of a second, which no budget of this compiler's baselines is near."""
     found = search(MadeUpCompiler(), "50%act", choices=("recompute", "selective"))
-    tried = {choice.kind for trial in found.trials for choice in trial.choices.values()}
-    assert "selective" in tried and any(trial.name == "selective" for trial in found.trials)
+    tried = {choice.kind for trial in found.trials.all for choice in trial.choices.values()}
+    assert "selective" in tried and any(trial.name == "selective" for trial in found.trials.all)
     assert found.best is not None and {choice.kind for choice in found.best.choices.values()} == {"selective"}
 
 
@@ -107,8 +109,8 @@ def test_with_dropout_budgets_are_given_up_and_that_is_said():
     compiler = MadeUpCompiler(says)
     found = search(compiler, "60%act")
     assert found.best is not None and {c.kind for c in found.best.choices.values()} <= {"save", "recompute"}
-    assert any("dropout" in note for note in found.notes)
-    assert any(t.measured is not None and t.encoding == "proposed" for t in found.trials), "the search goes on"
+    assert any("dropout" in note for note in found.target.notes)
+    assert any(t.measured is not None and t.encoding == "proposed" for t in found.trials.all), "the search goes on"
     assert sum(any(isinstance(c, CompileBudget) for c in tried.values()) for tried in compiler.measured) == 1
 
 
@@ -119,7 +121,7 @@ def test_a_plan_the_compiler_refuses_is_one_failed_trial():
 
     found = search(MadeUpCompiler(says), "60%")
     assert found.best is not None
-    assert [t.message for t in found.trials if t.state == "failed"] == ["the compiler failed"]
+    assert [t.message for t in found.trials.all if t.state == "failed"] == ["the compiler failed"]
 
 
 def test_a_compiler_that_refuses_everything_is_the_answer():
@@ -150,7 +152,7 @@ def test_compiling_ends_at_the_time_limit_and_keeps_its_results():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Clock, "elapsed", property(lambda self: late[0]))
         found = search(compiler, "60%act", timeout=100.0)
-    assert len(found.trials) == 2 and "time limit" in found.stopped
+    assert len(found.trials.all) == 2 and "time limit" in found.stopped
     assert found.best is not None and found.best.feasible
 
 
@@ -202,7 +204,7 @@ def test_finals_take_place_where_every_plan_is_compiled(mode: str, timeout: floa
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Clock, "elapsed", property(lambda self: compiler.now))
         found = search(compiler, "60%act", mode, timeout=timeout, trials=100)
-    assert not found.notes or not any("no room" in note or "not compiled" in note for note in found.notes)
+    assert not found.target.notes or not any("no room" in note or "not compiled" in note for note in found.target.notes)
     assert compiler.now <= timeout and found.best is not None and found.best.measured is not None
     assert found.best.measured.steps >= 3
 
@@ -219,5 +221,5 @@ def test_a_leaner_plan_that_was_found_does_not_move_the_budget(tmp_path):
             return (100 if choices == lean else peak), seconds
 
     first = search(Odd(), "60%act", run=enter(), seeds={"odd": lean})
-    assert any(t.measured is not None and t.measured.peak_bytes == 100 for t in first.trials)
+    assert any(t.measured is not None and t.measured.peak_bytes == 100 for t in first.trials.all)
     assert search(Odd(), "60%act", run=enter()).budget.bytes == first.budget.bytes

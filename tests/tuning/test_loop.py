@@ -74,7 +74,7 @@ def test_no_two_run_plan_is_faster_than_the_named_one(budget: str, noise: float)
     fitting = [plan for plan in by_hand(device) if device.true_peak(plan) <= found.budget.bytes]
     ours = device.true_seconds(found.best.choices)
     assert ours <= (1.005 + noise) * min(map(device.true_seconds, fitting))
-    tried = {trial.plan_hash for trial in found.trials}
+    tried = {trial.plan_hash for trial in found.trials.all}
     assert any(plan_hash(plan) in tried for plan in by_hand(device) if len(set(plan.values())) == 2)
 
 
@@ -85,7 +85,7 @@ def test_the_headroom_is_left_free(simulated: bool) -> None:
     assert whole.budget.headroom_bytes == 0 and not whole.budget.headroom and found.budget.headroom == "2%"
     assert found.budget.headroom_bytes == -(-whole.budget.bytes * 2 // 100)
     assert found.budget.bytes + found.budget.headroom_bytes == whole.budget.bytes
-    scored = [t for t in found.trials if t.score is not None]
+    scored = [t for t in found.trials.all if t.score is not None]
     assert all(t.feasible == (t.score.peak_bytes <= found.budget.bytes) for t in scored if t.score is not None)
 
 
@@ -108,10 +108,10 @@ def test_out_of_memory_is_one_trial_and_the_search_goes_on() -> None:
     full = MadeUpDevice().true_peak({})
     device = MadeUpDevice(capacity=full - 1)
     found = search(device, "60%act", trials=8)
-    states = {t.name: t.state for t in found.trials}
+    states = {t.name: t.state for t in found.trials.all}
     assert states["none"] == "out_of_memory"
     assert found.best is not None and found.best.feasible
-    assert any("simulated" in note for note in found.notes)
+    assert any("simulated" in note for note in found.target.notes)
 
 
 @pytest.mark.parametrize(("unseen", "budget"), [(12, "50%act"), (40, "1%act")])
@@ -131,7 +131,7 @@ def test_a_winner_that_fails_in_a_fresh_process_is_not_named() -> None:
     found = search(MadeUpDevice(), "50%act", trials=8, confirm=confirm)
     assert found.best is not None
     assert found.best.plan_hash != refused[0]
-    assert any("fresh process" in note for note in found.notes)
+    assert any("fresh process" in note for note in found.target.notes)
 
 
 class Killed(MadeUpDevice):
@@ -147,7 +147,7 @@ def test_a_search_killed_early_calls_nothing_fitting(tmp_path: Path) -> None:
         search(Killed(), budget, run=run)
     assert [t.feasible for t in run.trials() if t.measured is not None] == [None] and best(run.trials()) == []
     found = search(MadeUpDevice(), budget, run=run)
-    assert all(t.feasible is not None for t in found.trials) and found.resumed
+    assert all(t.feasible is not None for t in found.trials.all) and found.trials.resumed
 
 
 class NotANumber(MadeUpDevice):
@@ -160,7 +160,7 @@ def test_a_loss_that_is_no_number_is_said_once() -> None:
         watcher = Watcher()
         found = search(device, "50%act", trials=8, listener=watcher)
         assert found.best is not None and found.best.feasible
-        for told in (found.notes, watcher.notes):
+        for told in (found.trials.notes, watcher.notes):
             assert sum("not a finite number" in note for note in told) == said
 
 
@@ -169,7 +169,7 @@ def test_an_interrupt_keeps_everything_and_names_one_that_fits(after: int, named
     device = MadeUpDevice()
     device.interrupt_after = after
     found = search(device, "50%act")
-    assert found.interrupted and found.binding and len(found.trials) == after
+    assert found.interrupted and found.binding and len(found.trials.all) == after
     assert (found.best is None) == (named is None)
     if found.best is not None and found.best.measured is not None:
         assert found.best.measured.peak_bytes <= found.budget.bytes
@@ -179,12 +179,12 @@ def test_an_interrupt_keeps_everything_and_names_one_that_fits(after: int, named
 def test_the_same_question_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
     device = MadeUpDevice()
     device.interrupt_after = 5
-    assert len(search(device, "50%act", run=run_in(tmp_path)).trials) == 5 == len(run_in(tmp_path).trials())
+    assert len(search(device, "50%act", run=run_in(tmp_path)).trials.all) == 5 == len(run_in(tmp_path).trials())
     device.interrupt_after = None
     found = search(device, "50%act", run=run_in(tmp_path))
     hashes = [plan_hash(c) for c in device.measured]
-    assert found.resumed == 5 and len(hashes) == len(set(hashes)) and found.best is not None
-    assert [t.number for t in found.trials] == list(range(len(found.trials)))
+    assert found.trials.resumed == 5 and len(hashes) == len(set(hashes)) and found.best is not None
+    assert [t.number for t in found.trials.all] == list(range(len(found.trials.all)))
 
 
 def test_a_corrupt_study_is_an_error_and_stays_unchanged(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_trials_are_written_and_heard_with_their_choices(tmp_path: Path) -> None
 def test_saving_everything_is_timed_in_the_winners_rounds() -> None:
     device = MadeUpDevice(noise=0.02)
     found = search(device, "50%act")
-    rows = {t.name: t for t in found.trials if t.encoding == "baseline" and t.measured is not None}
+    rows = {t.name: t for t in found.trials.all if t.encoding == "baseline" and t.measured is not None}
     fitting = [t for t in rows.values() if t.feasible]
     fastest = min(fitting, key=lambda t: t.measured.step_seconds)  # type: ignore[union-attr]
     assert found.best is not None and found.best.measured is not None and len(rows) >= 3
@@ -227,7 +227,7 @@ def test_well_known_plans_follow_the_machines_drift() -> None:
         def compare(self, *args: Any, **more: Any) -> dict[str, list[float]]:
             return {name: [2 * t for t in times] for name, times in super().compare(*args, **more).items()}
 
-    found = [search(device, "50%act").trials for device in (MadeUpDevice(), Slower())]
+    found = [search(device, "50%act").trials.all for device in (MadeUpDevice(), Slower())]
     before, after = ({t.name: t.measured for t in trials if t.encoding == "baseline"} for trials in found)
     for name, row in before.items():
         assert row is not None and after[name].step_seconds == pytest.approx(2 * row.step_seconds, rel=0.02)
@@ -235,7 +235,7 @@ def test_well_known_plans_follow_the_machines_drift() -> None:
 
 def test_the_number_of_trials_counts_candidates_alone() -> None:
     found = search(MadeUpDevice(8, noise=0.01), "50%act", trials=1)
-    assert sum(t.encoding == "knobs" and t.measured is not None for t in found.trials) == 1
+    assert sum(t.encoding == "knobs" and t.measured is not None for t in found.trials.all) == 1
 
 
 def test_the_time_limit_holds_and_still_names_a_plan() -> None:
@@ -244,11 +244,11 @@ def test_the_time_limit_holds_and_still_names_a_plan() -> None:
     device = MadeUpDevice(noise=0.05)
     found = search(device, "50%act", clock=clock)
     # what the profile took its time for is tried once, and named
-    (tried,) = [t for t in found.trials if t.encoding != "baseline"]
+    (tried,) = [t for t in found.trials.all if t.encoding != "baseline"]
     assert "time limit" in found.stopped
     assert found.best is not None and found.best.measured is not None and found.best.number == tried.number
-    assert found.best.measured.steps == 1 and any("interleaved" in note for note in found.notes)
-    assert sum(t.encoding == "baseline" for t in found.trials) == 2, "those that say what the budget means"
+    assert found.best.measured.steps == 1 and any("interleaved" in note for note in found.target.notes)
+    assert sum(t.encoding == "baseline" for t in found.trials.all) == 2, "those that say what the budget means"
 
 
 @pytest.mark.parametrize(("steps", "fewer"), [(10, True), (10**9, False), (None, False)])
@@ -257,8 +257,8 @@ def test_a_short_training_shortens_its_search(steps: int | None, fewer: bool) ->
     clock = Clock(watcher, 3600, steps)
     clock.began -= 1800
     found = search(device, "50%act", clock=clock)
-    fastest = min(t.measured.step_seconds for t in found.trials if t.encoding == "baseline" and t.measured)
-    assert sum(t.encoding == "baseline" for t in found.trials) == 5 and found.best is not None
+    fastest = min(t.measured.step_seconds for t in found.trials.all if t.encoding == "baseline" and t.measured)
+    assert sum(t.encoding == "baseline" for t in found.trials.all) == 5 and found.best is not None
     assert clock.timeout == (pytest.approx(fastest, rel=0.01) if fewer else 3600)  # a tenth of ten steps
     assert ("time limit" in found.stopped) == fewer == any("a tenth of 10 steps" in note for note in watcher.notes)
 
@@ -268,8 +268,8 @@ def test_a_simulated_search_measures_nothing() -> None:
     found = search(device, "50%act", simulated=True, listener=watcher)
     assert device.measured == []
     assert found.best is not None and found.best.state == "simulated" and found.best.feasible
-    assert all(t.measured is None for t in found.trials)
-    scored = [t for t in found.trials if t.state == "simulated"]
+    assert all(t.measured is None for t in found.trials.all)
+    scored = [t for t in found.trials.all if t.state == "simulated"]
     assert {t.feasible for t in scored} == {True, False}  # saving everything does not fit, and is scored all the same
     assert found.best.score_seconds == min(t.score_seconds for t in scored if t.feasible)
     believed = device.profiled().predictor
@@ -281,10 +281,10 @@ def test_plans_from_elsewhere_are_tried_first_and_scored_here() -> None:
     device = MadeUpDevice()
     choices = {name: RECOMPUTE if i < 5 else SAVE for i, name in enumerate(device.names)}
     found = search(device, "60%act", trials=8, seeds={"simulated plan": choices})
-    seed = next(t for t in found.trials if t.encoding == "seed")
+    seed = next(t for t in found.trials.all if t.encoding == "seed")
     assert seed.choices == choices and seed.measured is not None
     assert seed.measured.step_seconds == device.true_seconds(choices)
-    assert all(t.encoding in ("baseline", "seed") for t in found.trials[: seed.number + 1])
+    assert all(t.encoding in ("baseline", "seed") for t in found.trials.all[: seed.number + 1])
 
 
 def test_a_seed_plan_is_tried_before_a_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_a_seed_plan_is_tried_before_a_budget_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(InfeasibleError):
         search(device, f"{peak / 1000}KB", simulated=True)
     found = search(device, f"{peak / 1000}KB", simulated=True, seeds={"lean": lean})
-    assert found.best is not None and found.best.feasible and found.smallest_peak == peak
+    assert found.best is not None and found.best.feasible and found.proposer.smallest_peak == peak
 
 
 def test_a_seed_plan_with_unpriced_choices_is_no_obstacle() -> None:
@@ -304,7 +304,7 @@ def test_a_seed_plan_with_unpriced_choices_is_no_obstacle() -> None:
     odd = dict.fromkeys(device.names, parse_choice({"kind": "selective", "keep": ["f"]}))
     odd = {name: odd[name] if i == 0 else RECOMPUTE for i, name in enumerate(device.names)}
     found = search(device, "60%act", trials=8, seeds={"measured plan": odd})
-    assert any(t.choices == odd for t in found.trials) and found.best is not None
+    assert any(t.choices == odd for t in found.trials.all) and found.best is not None
 
 
 @pytest.mark.parametrize(("swing", "said", "second_is"), [(1.01, False, 1.0), (1.8, True, 1.0), (1.8, True, 1.03)])
@@ -346,7 +346,7 @@ def test_a_plan_that_two_processes_ended_in_is_left_out(tmp_path: Path) -> None:
         with raises(MeasurementError):
             search(Deadly(), "50%act", run=run)
     found = search(Deadly(), "50%act", run=run)
-    states = {trial.name: trial.state for trial in found.trials}
+    states = {trial.name: trial.state for trial in found.trials.all}
     assert found.best is not None and states["offload all"] == "failed"
     assert states["recompute all"] == "out_of_memory" and not run.in_flight()
 
@@ -367,7 +367,7 @@ def test_a_plan_that_was_measured_for_the_profile_is_not_measured_again() -> Non
 def test_well_known_plans_that_are_no_rivals_are_measured_briefly() -> None:
     device = MadeUpDevice(8)
     found = search(device, "50%act")
-    rows = {t.name: t for t in found.trials if t.encoding == "baseline" and t.measured and t.predicted}
+    rows = {t.name: t for t in found.trials.all if t.encoding == "baseline" and t.measured and t.predicted}
     fitting = [t.predicted.step_seconds for t in rows.values() if t.predicted.peak_bytes <= found.budget.bytes]  # type: ignore[union-attr]
     brief = [t for t in rows.values() if t.measured.steps == 1]  # type: ignore[union-attr]
     assert brief and not {NONE, ALL} & {t.name for t in brief}
@@ -407,7 +407,7 @@ def test_late_no_well_known_plan_is_ghost_run_to_find_rivals() -> None:
 def test_a_search_ends_when_the_plan_of_the_corrected_costs_was_tried(budget: str) -> None:
     device = MadeUpDevice(noise=0.01)
     found = search(device, budget)
-    assert sum(t.encoding == "knobs" and t.measured is not None for t in found.trials) == 1
+    assert sum(t.encoding == "knobs" and t.measured is not None for t in found.trials.all) == 1
     assert found.stopped.startswith("with costs corrected by these trials")
     assert found.best is not None
     assert device.true_seconds(found.best.choices) <= 1.005 * device.optimum(found.budget.bytes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autockpt.schema import Choice, Measurement, Prediction, Trial, plan_hash
 from autockpt.schema.choices import Offload
 from autockpt.schema.outlook import GhostAnswer, Outlook
-from autockpt.tuning.loop import SearchResult
+from autockpt.tuning.loop import Loop
 from autockpt.tuning.outlook import plans_around, trade
 from autockpt.tuning.trials import HIDDEN_COPIES
 from tests import samples
@@ -17,7 +17,7 @@ from tests.tuning.made_up import search
 MIB = 2**20
 
 
-def around(hidden: float) -> tuple[list[dict[str, Choice]], SearchResult]:
+def around(hidden: float) -> tuple[list[dict[str, Choice]], Loop]:
     """Plans for other budgets where the answer hides copies for that share of a link's time that takes twice as long as
     a layer's forward."""
     profiled = MadeUpDevice(8).profiled()
@@ -26,7 +26,7 @@ def around(hidden: float) -> tuple[list[dict[str, Choice]], SearchResult]:
     found = search(MadeUpDevice(8), "60%act", simulated=True)
     assert found.best is not None
     answer = found.best.model_copy(update={"parameters": {HIDDEN_COPIES: hidden}})
-    return list(plans_around(profiled, found.trials, answer, found.budget.bytes)), found
+    return list(plans_around(profiled, found.trials.all, answer, found.budget.bytes)), found
 
 
 def test_plans_are_proposed_on_both_sides_of_the_budget() -> None:
