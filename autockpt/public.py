@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from autockpt.analysis.explain import estimate_step
 from autockpt.analysis.explain import explain as explained
 from autockpt.analysis.explanation import Explanation
 from autockpt.analysis.page import page_of
@@ -27,6 +26,7 @@ from autockpt.tracing import trace
 from autockpt.tuning import answer, search_request
 from autockpt.tuning import estimate as estimated
 from autockpt.tuning.door import refuse_described
+from autockpt.tuning.estimates import estimate_step
 from autockpt.workload import Step
 
 __all__ = ["estimate", "explain", "search", "trace", "verify"]

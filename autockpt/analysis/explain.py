@@ -7,10 +7,8 @@ best first: ops timed on the device, a roofline of a named device, common rates.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,15 @@ import torch
 from autockpt.analysis.explanation import Bargain, Basis, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
 from autockpt.analysis.why import Known, budget_steps, recorded, searched, why
-from autockpt.cost import CostModel, cached_op_times, memory_at_hand, said_of, simulated_memory
-from autockpt.cost.roofline import nominal_op_times, peak_flops
+from autockpt.cost import CostModel
+from autockpt.cost.roofline import peak_flops
 from autockpt.cost.step import simulate
 from autockpt.devices import get_device, host_bytes_of, said_of_host
-from autockpt.errors import AutockptError, RunDirectoryError, UsageError
-from autockpt.measuring.environment import environment_of, environment_to_measure_in
+from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.schema import (
     SAVE,
     Budget,
     Choice,
-    Estimate,
     Graph,
     Hardware,
     Listener,
@@ -38,11 +34,9 @@ from autockpt.schema import (
     OpTimes,
     Plan,
     Profile,
-    Remake,
     ResolvedBudget,
     SearchRequest,
     SearchSpace,
-    Selective,
     Silence,
     Trial,
     Unit,
@@ -55,13 +49,17 @@ from autockpt.schema.runs import RunDirectory, plan_at, undominated
 from autockpt.schema.words import step_note
 from autockpt.schema.workload import described_by
 from autockpt.shipped import list_hardware, load_hardware
-from autockpt.tracing import Tracer, open_tracer
+from autockpt.tracing import open_tracer
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.door import refuse_both, refuse_described
-from autockpt.tuning.opening import Traced, live_settings, traced, traced_for, workload_key
-from autockpt.tuning.sizes import resized
+from autockpt.tuning.targets.simulated import Simulated
 from autockpt.workload import Step
 
 OTHER_WORKLOAD = "the workload is not the one that the plan was made for: its promise does not count"
+_NOMINAL = (
+    "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say little "
+    "about this device (a search measures its op times; --hardware NAME models a device that is described)"
+)
 
 
 def made_for(plan: Plan, spec: WorkloadSpec | None) -> bool:
@@ -133,8 +131,8 @@ def explain(
         spec = spec or described_by({})
     card = hardware_for(hardware, device, loaded)
     within = budget_for(budget, loaded, card is not None)
-    on = {"workload": spec, "step": step, "device": device, "hardware": card}
-    request = SearchRequest(budget=within or parse_budget("auto"), **on)
+    on = {"workload": spec, "step": step, "device": device, "hardware": card, "space": SearchSpace()}
+    request = SearchRequest(budget=within or parse_budget("auto"), simulate=True, **on)
     return explain_step(request, listener or Silence(), loaded, path, any_budget=within is None)
 
 
@@ -148,61 +146,43 @@ def explain_step(
 ) -> Explanation:
     """Explain a step by ghost runs, and by the plans of a simulated search: ``plan``, which is that of ``path``, or
     what fits the budget; plain training where ``any_budget`` will do."""
-    with open_subject(request, plan, listener) as subject:
-        found, cost_model, card = subject.found, subject.cost_model, request.hardware
-        watching = _WithoutTrials(listener) if subject.basis[0] == "nominal" else listener
-        known, trials = searched(subject.request, cost_model, watching)
-        if subject.choices is not None:
-            known.keep(subject.choices, cost_model.predictor.predict(subject.choices))
+    with ExitStack() as stack:
+        target = Simulated(request, Clock(listener), plan=plan)
+        prepared = target.trace(stack)
+        cost_model = target.cost_model(prepared)
+        found, asked, card = prepared.found, prepared.request, request.hardware
+        known, trials = searched(asked, cost_model, target)
         budget = None if any_budget else trials.budget
-        if plan is not None and subject.choices is not None:
-            same, choices, said = made_for(plan, subject.request.workload), dict(subject.choices), str(path or "a plan")
+        if plan is not None:
+            same, choices, said = made_for(plan, asked.workload), target.choices, str(path or "a plan")
+            known.keep(choices, cost_model.predictor.predict(choices))
             status = plan.status if same else "unmeasured"
             notes = (*(() if same else (OTHER_WORKLOAD,)), *_smaller_batches(plan))
         else:
             choices, said, notes = _chosen(known, trials.best, budget, cost_model)
             status = "simulated"
-        graph = found.tracer.trace(choices)
-        environment = cost_model.profile.op_times.environment
-        on_host = said_of_host(environment, host_bytes_of(graph.copies, environment.device.kind))
+        graph, head = found.tracer.trace(choices), found.tracer.head
+        on_host = said_of_host(prepared.environment, host_bytes_of(graph.copies, prepared.environment.device.kind))
+        times = cost_model.profile.op_times
         return _explanation(
             known,
-            subject.basis,
+            _basis(times, "by an earlier search") if target.knows_seconds else ("nominal", _NOMINAL),
             (found.plain, graph),
-            subject.head,
+            head.name if head is not None else None,
             known.reach(choices).peak_bytes,
             card,
             plan.measured if plan is not None and status == "measured" else None,
             cost_model.profile,
             model=request.name,
-            settings={**found.tracer.settings, **({"device": f"{card.name}, simulated"} if card is not None else {})},
+            settings=prepared.settings,
             plan=said,
             status=status,
             choices=choices,
             budget=budget,
             budgets=budget_steps(known, budget, known.reach(choices)),
-            step_note=step_note(environment, request.workload),
-            notes=(*found.all_notes, *notes, *on_host, *([said_of(card)] if card is not None else [])),
+            step_note=step_note(times.environment, request.workload),
+            notes=(*asked.notes, *notes, *on_host),
         )
-
-
-@dataclass(frozen=True)
-class _WithoutTrials(Listener):
-    """Hears of stages and how far they are. Trials by nominal times rank plans, and are shown to nobody."""
-
-    listener: Listener
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        self.listener.stage(name, total)
-
-    def advance(self, steps: int = 1) -> None:
-        self.listener.advance(steps)
-
-    def trial(self, trial: Trial, best: Trial | None) -> None:
-        self.listener.advance()
-
-    def note(self, text: str) -> None:
-        self.listener.note(text)
 
 
 def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> Explanation | None:
@@ -377,118 +357,11 @@ def _basis(times: OpTimes, when: str) -> tuple[Basis, str]:
     return "measured", f"op times were measured on {times.environment.device.name} {when}"
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A step that was ghost-run, with what its choices cost. ``choices`` are the plan's, by unit name."""
-
-    request: SearchRequest
-    found: Traced
-    basis: tuple[Basis, str]
-    cost_model: CostModel
-    choices: Mapping[str, Choice] | None
-
-    @property
-    def head(self) -> str | None:
-        """Name of the model's output head."""
-        head = self.found.tracer.head
-        return head.name if head is not None else None
-
-
-@contextmanager
-def open_subject(request: SearchRequest, plan: Plan | None, listener: Listener) -> Iterator[Subject]:
-    """Ghost-run and profile the step of a request; the tracer's process ends with the block.
-
-    Raises UsageError for a model without blocks, PlanError for a plan that does not fit the model, and what the tracer
-    raises.
-    """
-    listener.stage("trace")
-    card = request.hardware
-    with ExitStack() as stack:
-        if request.step is not None:
-            tracer = stack.enter_context(Tracer.from_step(request.step))
-        else:
-            tracer, spec = open_tracer(stack, card, request.described, plan, device=_torch_device(card, request.device))
-            request = request.model_copy(update={"workload": spec})
-        choices = plan.choices_for(tracer.units, tracer.head) if plan is not None else None
-        of_head = SAVE if tracer.head is None else (choices or {}).get(tracer.head.name, SAVE)
-        space = SearchSpace()
-        if card is None:
-            found = traced(tracer, space, of_head=of_head, listener=listener)
-        else:
-            found = traced_for(stack, card, request.described, tracer, space, of_head=of_head, listener=listener)
-        times, basis, others = _times(request, found)
-        listener.stage("profiling choices")
-        within = request.budget.budget_bytes
-        local = memory_at_hand(times.environment, within, times)
-        needs = simulated_memory(card, within) if card is not None else local
-        # choices of the plan that no menu has by itself
-        own = dict.fromkeys(c for c in (choices or {}).values() if isinstance(c, Selective | Remake))
-        cost_model = found.cost_model(times, used_by_others=others, extra=own, needs=needs)
-        yield Subject(request.model_copy(update={"space": found.space}), found, basis, cost_model, choices)
-
-
-def _times(request: SearchRequest, found: Traced) -> tuple[OpTimes, tuple[Basis, str], int]:
-    """Op times, an earlier search's or else rates of common hardware; what they rest on; bytes that others hold."""
-    if request.hardware is not None:
-        times = found.roofline(request.hardware)
-        return times, _basis(times, ""), 0
-    heads = list(found.heads.graphs.values()) if found.heads is not None else []
-    step, settings = request.step, dict[str, Any]()
-    device = get_device(request.device if step is None else str(step.device))
-    if step is None:
-        environment = environment_to_measure_in(request.device)
-    else:
-        environment, settings = environment_of(device), live_settings(step, found.tracer)
-    key = workload_key(request.workload, request.name, settings)
-    lean = (found.uniform.get("recompute") or found.uniform["save"])[1]  # all that is timed; copies go by their rates
-    if (cached := cached_op_times(environment, [lean, *heads], key)) is not None:
-        return cached, _basis(cached, "by an earlier search"), device.used_by_others()
-    note = (
-        "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say "
-        "little about this device (a search measures its op times; --hardware NAME models a device that is described)"
-    )
-    return nominal_op_times(environment, *found.graphs, *heads), ("nominal", note), device.used_by_others()
-
-
 def step_graph(spec: WorkloadSpec, plan: Plan | None, *, hardware: str | None, device: str | None) -> Graph:
-    """Every op of the described step, under the plan where there is one. Raises as ``open_subject`` does."""
+    """Every op of the described step, under the plan where there is one. Raises as ``explain`` does."""
     card = hardware_for(hardware, device, plan)
     with ExitStack() as stack:
-        tracer, _ = open_tracer(stack, card, spec, plan, device=_torch_device(card, device))
+        local = torch.device("cpu") if card is not None else get_device(device).torch_device
+        tracer, _ = open_tracer(stack, card, spec, plan, device=local)
         graph = tracer.trace(plan.choices_for(tracer.units, tracer.head) if plan is not None else None)
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)})
-
-
-def _torch_device(hardware: Hardware | None, device: str | None) -> torch.device:
-    """The local device, where no hardware is simulated."""
-    return torch.device("cpu") if hardware is not None else get_device(device).torch_device
-
-
-def estimate_step(
-    step: Step, batch_sizes: Sequence[int] | None = None, seq_lens: Sequence[int] | None = None
-) -> Iterator[Estimate]:
-    """One answer for each size, the step's own where None is given; its batch is cut or repeated.
-
-    By ghost runs on the device of the step's model, of which a plan may use all. Seconds are known where a search
-    timed this step's ops before. A size that cannot be had says why in ``note``.
-    """
-    own = {name: step.settings.get(name) for name in ("batch_size", "seq_len")}
-    for sizes in product(batch_sizes or [own["batch_size"]], seq_lens or [own["seq_len"]]):
-        wanted: dict[str, Any] = {n: s if isinstance(s, int) else None for n, s in zip(own, sizes, strict=True)}
-        others = {name: size for name, size in wanted.items() if size not in (None, own[name])}
-        row = Estimate(model=type(step.model).__name__, card=str(step.device), fits=False, **wanted)
-        try:
-            trained: Any = resized(step, **others) if others else step
-            said = explain(step=trained, budget="auto")
-        except AutockptError as error:
-            yield row.model_copy(update={"note": error.message})
-            continue
-        found: dict[str, Any] = {"card": said.device, "smallest_peak": said.smallest_peak}
-        if said.fits:
-            found |= {
-                "fits": True,
-                "peak_bytes": said.peak_bytes,
-                "step_seconds": said.speed.seconds if said.speed is not None else None,
-                "choices": dict(Counter(choice.kind for choice in said.choices.values() if choice != SAVE)),
-            }
-        yield row.model_copy(update=found)

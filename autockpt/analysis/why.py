@@ -10,7 +10,6 @@ from autockpt.cost import CostModel
 from autockpt.errors import InfeasibleError
 from autockpt.schema import (
     Choice,
-    Listener,
     Prediction,
     Profile,
     ResolvedBudget,
@@ -20,7 +19,6 @@ from autockpt.schema import (
 )
 from autockpt.schema.known import NONE
 from autockpt.schema.runs import RunDirectory
-from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.outlook import ghost_runs, look_around
 from autockpt.tuning.proposers.solver import SolverProposer
@@ -89,9 +87,9 @@ def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) 
     return known
 
 
-def searched(request: SearchRequest, cost_model: CostModel, listener: Listener) -> tuple[Known, Trials]:
+def searched(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[Known, Trials]:
     """The plans that a simulated search tries, and those for other budgets; its trials know the budget in bytes."""
-    clock, trials, target = Clock(listener), Trials(None), Simulated()
+    clock, trials = target.clock, Trials(None)
     proposer = SolverProposer(request, cost_model, target, trials, clock)
     saving = proposer.known[NONE]
     known = Known(saving, cost_model.predictor.predict(saving))

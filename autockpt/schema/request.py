@@ -42,6 +42,7 @@ class SearchRequest(Data):
     compile: CompileMode | None = Field(default=None, description="measure compiled steps")
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
+    simulate: bool = Field(default=False, description="take no step on the local device either")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(
         default=TRIALS, gt=0, description="candidates at most; well-known and simple plans are measured besides"
@@ -89,6 +90,11 @@ class SearchRequest(Data):
         return self.workload
 
     @property
+    def measures(self) -> bool:
+        """Whether steps are taken; else bytes and seconds are those of ghost runs and op times."""
+        return self.hardware is None and not self.simulate
+
+    @property
     def all_stages(self) -> bool:
         """Whether plans for all stages of a pipeline are asked for."""
         stage = self.workload and self.workload.stage
@@ -118,6 +124,7 @@ class SearchRequest(Data):
             "workload": self.spec and self.spec.model_dump(mode="json"),
             "files": (self.spec and self.spec.files) or None,
             "compile": self.compile,
+            "simulate": self.simulate or None,
             "hardware": self.hardware and self.hardware.model_dump(mode="json", exclude=_NO_FIGURES),
             **more,
         }

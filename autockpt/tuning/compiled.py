@@ -9,7 +9,7 @@ two choices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby, permutations
 
 from autockpt.devices import get_device
@@ -50,11 +50,11 @@ _COMPILING = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Compiled(Measured):
     """Real steps by a measurer that compiles as ``request.compile`` says."""
 
-    refuses_budgets: bool = False
+    refuses_budgets: bool = field(default=False, init=False)
 
     @property
     def mode(self) -> CompileMode:

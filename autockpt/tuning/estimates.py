@@ -13,7 +13,10 @@ from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import SAVE, Estimate, Listener, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
 from autockpt.shipped import load_hardware
+from autockpt.tuning.opening import local_device
 from autockpt.tuning.search import run_search
+from autockpt.tuning.sizes import job_of
+from autockpt.workload import Step
 from autockpt.workload.configs import find_config
 from autockpt.workload.factory import is_factory
 
@@ -103,9 +106,28 @@ def _sizes(row: Estimate) -> tuple[int, int]:
     return row.batch_size or 0, row.seq_len or 0
 
 
-def _answered(row: Estimate, request: SearchRequest, listener: Listener) -> Estimate:
+def estimate_step(
+    step: Step, batch_sizes: Sequence[int] | None = None, seq_lens: Sequence[int] | None = None
+) -> Iterator[Estimate]:
+    """One answer for each size, the step's own where None is given; its batch is cut or repeated.
+
+    By ghost runs on the device of the step's model, of which a plan may use all. Seconds are known where a search
+    timed this step's ops before. A size that cannot be had says why in ``note``.
+    """
+    own = {name: step.settings.get(name) for name in ("batch_size", "seq_len")}
+    request = SearchRequest(budget=parse_budget("auto"), step=step, simulate=True, alternatives=False)
+    card = local_device(request)[1].device.name
+    for sizes in product(batch_sizes or [own["batch_size"]], seq_lens or [own["seq_len"]]):
+        wanted: dict[str, Any] = {n: s if isinstance(s, int) else None for n, s in zip(own, sizes, strict=True)}
+        others = {name: size for name, size in wanted.items() if size not in (None, own[name])}
+        row = Estimate(model=request.name, card=card, fits=False, **wanted)
+        yield _answered(row, request, Silence(), **others)
+
+
+def _answered(row: Estimate, request: SearchRequest, listener: Listener, **sizes: int | None) -> Estimate:
+    """The row of a request, with what trains in other ``sizes``."""
     try:
-        outcome = run_search(request, listener)
+        outcome = run_search(job_of(request, **sizes) if sizes else request, listener)
     except InfeasibleError as error:
         return row.model_copy(update={"smallest_peak": error.smallest_peak})
     except AutockptError as error:

@@ -10,12 +10,15 @@ from typing import Any
 
 from autockpt.cost import CostModel, MemoryModel, Traces, UniformRuns, build_profile, uniform_graphs
 from autockpt.cost.profile import Heads, head_graphs
-from autockpt.cost.roofline import roofline_times
+from autockpt.cost.roofline import nominal_op_times, roofline_times
+from autockpt.devices import Device, get_device
+from autockpt.devices.accelerator import without_context
 from autockpt.errors import AutockptError, UsageError
+from autockpt.measuring.environment import environment_of, environment_to_measure_in, environment_without_context
 from autockpt.schema import Budget, Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec, format_bytes
 from autockpt.schema.choices import IN_TILES, RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
 from autockpt.schema.plan import NEVER_CALLED
-from autockpt.schema.request import Listener, Silence
+from autockpt.schema.request import Listener, SearchRequest, Silence
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
 from autockpt.tuning.shallow_twin import open_twin, transplanted
@@ -29,6 +32,24 @@ LEANEST_CHUNKS = ChunkedLoss(tokens=CHUNKS[0])
 def kinds_of(space: SearchSpace, inexact: bool) -> tuple[str, ...]:
     """What layers may do: the kinds of a space and, ``inexact``, those of them that run in tiles, too."""
     return (*space.choices, *(name for name, c in IN_TILES.items() if inexact and c.kind in space.choices))
+
+
+def device_of(request: SearchRequest) -> Device:
+    """The device of this machine that a request is about."""
+    return get_device(request.device if request.step is None else str(request.step.device))
+
+
+def local_device(request: SearchRequest) -> tuple[Device, Environment, int]:
+    """That device, its environment, and the bytes that others hold of it.
+
+    Asked without a context of this process's where it has none yet.
+    """
+    device = device_of(request)
+    if request.step is not None:
+        environment = environment_of(device)
+    else:
+        environment = environment_without_context(request.device) or environment_to_measure_in(request.device)
+    return device, environment, without_context(device.kind, device.used_by_others) or 0
 
 
 def live_settings(step: Step, tracer: Tracer) -> dict[str, Any]:
@@ -78,11 +99,20 @@ class Traced:
         """All of them but those of heads."""
         return [*(graph for _, graph in self.uniform.values()), *([self.base] if self.base is not None else [])]
 
+    @property
+    def of_heads(self) -> list[Graph]:
+        """Those with a choice on the output head alone."""
+        return [*self.heads.graphs.values()] if self.heads is not None else []
+
+    def nominal(self, environment: Environment) -> OpTimes:
+        """Op times at nominal rates of the kind of device: good for ranking choices."""
+        return nominal_op_times(environment, *self.graphs, *self.of_heads)
+
     def roofline(self, hardware: Hardware) -> OpTimes:
         """Op times of described hardware. What a region that runs again costs is read off whole layers."""
         parts = [graph for name, (_, graph) in self.uniform.items() if name in IN_TILES]
         times = roofline_times(hardware, [graph for graph in self.graphs if all(graph is not part for part in parts)])
-        return times.completed(roofline_times(hardware, [*parts, *(self.heads.graphs.values() if self.heads else ())]))
+        return times.completed(roofline_times(hardware, [*parts, *self.of_heads]))
 
     def cost_model(self, times: OpTimes, *, needs: MemoryModel | None = None, **more: Any) -> CostModel:
         """What choices cost by these op times; ``needs`` and ``more`` as for ``build_profile``."""

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from autockpt.cost.roofline import environment_of_hardware
-from autockpt.devices import get_device
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError, UsageError
 from autockpt.measuring import LocalMeasurer, Measurer, Ranks, WorkerMeasurer
 from autockpt.measuring.environment import environment_without_context
@@ -20,12 +19,12 @@ from autockpt.tuning.clock import Clock
 from autockpt.tuning.compiled import Compiled, SplitProposer, refuse_uncompilable
 from autockpt.tuning.infeasible import explain_refusal
 from autockpt.tuning.loop import Loop, Proposer
-from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.opening import blocks_of, device_of
 from autockpt.tuning.outcome import finish, plain
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.targets.measured import Measured
-from autockpt.tuning.targets.simulated import OnHardware
+from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint, refuse_simulated
 
@@ -43,12 +42,12 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     MeasurementError; whatever was measured until then is kept.
     """
     listener = listener or Silence()
-    if request.step is not None and not request.others_wait and ranks_here() > 1:
+    if request.step is not None and request.measures and not request.others_wait and ranks_here() > 1:
         return _on_all_ranks(request, listener)
-    if not request.others_wait and (request.hardware is None or request.out is not None):
+    if not request.others_wait and (request.measures or request.out is not None):
         refuse_many_processes()
     refuse_unwritable(request)
-    if request.workload is not None and (request.hardware is None or request.compile is not None):
+    if request.workload is not None and (request.measures or request.compile is not None):
         refuse_simulated(request.workload)
     if request.compile is not None:
         refuse_uncompilable(request)
@@ -82,9 +81,8 @@ def _cached_or_searched(request: SearchRequest, listener: Listener, measurer: Me
 def _search(
     stack: ExitStack, request: SearchRequest, listener: Listener, measurer: Measurer | None = None
 ) -> SearchOutcome:
-    if request.hardware is None:  # of a job's devices that of the first rank, which all jobs on them share
-        device = get_device(request.device if request.step is None else str(request.step.device))
-        stack.enter_context(turn(device, listener.note, wait=request.wait))
+    if request.measures:  # of a job's devices that of the first rank, which all jobs on them share
+        stack.enter_context(turn(device_of(request), listener.note, wait=request.wait))
     clock = Clock(listener, request.timeout, request.training_steps)
     target = target_of(stack, request, clock, measurer)
     prepared = target.trace(stack)
@@ -117,8 +115,8 @@ def _search(
 
 def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: Measurer | None = None) -> Target:
     """Create the target; ``stack`` closes its measurer, unless that is the ``measurer`` of a job."""
-    if request.hardware is not None:
-        return OnHardware(request=request, clock=clock, hardware=request.hardware)
+    if not request.measures:
+        return Simulated(request, clock)
     if measurer is None:
         host = request.host_budget
         if (spec := request.workload) is not None:
@@ -127,8 +125,8 @@ def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: 
             measurer = LocalMeasurer(request.step, host_budget=host, others_wait=request.others_wait)
         stack.enter_context(measurer)
     if request.compile is not None:
-        return Compiled(measurer, clock, request)
-    return Measured(measurer, clock, request)
+        return Compiled(request, clock, measurer)
+    return Measured(request, clock, measurer)
 
 
 # -- earlier runs: a finished search is answered from its record, a stopped one continues -----------------------------

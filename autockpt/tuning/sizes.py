@@ -19,11 +19,7 @@ from torch import Tensor
 from autockpt.cost import MemoryModel, Predictor, UniformRuns, memory_at_hand, simulated_memory, uniform_graphs
 from autockpt.cost.profile import Heads, head_graphs
 from autockpt.cost.roofline import environment_of_hardware, nominal_op_times, roofline_times
-from autockpt.devices import get_device
-from autockpt.devices.accelerator import without_context
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError, UsageError
-from autockpt.measuring import environment_of
-from autockpt.measuring.environment import environment_to_measure_in, environment_without_context
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.policies.offload import MOVING
 from autockpt.schema import (
@@ -42,7 +38,7 @@ from autockpt.schema import (
 from autockpt.schema.choices import CHUNKED_SOFTMAX, IN_TILES
 from autockpt.schema.words import step_note
 from autockpt.tracing import Tracer, torch_device
-from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of, kinds_of
+from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of, device_of, kinds_of, local_device
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.lengths import with_length
 
@@ -132,7 +128,7 @@ def what_if_of(
     request: SearchRequest,
     kinds: Collection[str],
     environment: Environment | None = None,
-    used_by_others: int | None = None,
+    used_by_others: int = 0,
 ) -> WhatIf:
     """Variants of the job on its hardware; or on the local device, within what others leave of it, at nominal rates.
 
@@ -145,12 +141,9 @@ def what_if_of(
         note = step_note(simulated, request.workload)
         allowed = tuple(kind for kind in kinds if not (hardware.unified_memory and kind in MOVING))  # frees nothing
         return WhatIf(budget_bytes, torch_device(hardware), times, allowed, needs, step_note=note)
-    device = get_device(request.device if request.step is None else str(request.step.device))
-    if environment is None and request.step is not None:
-        environment = environment_of(device)
-    known = environment or environment_without_context(request.device) or environment_to_measure_in(request.device)
-    if used_by_others is None:
-        used_by_others = without_context(device.kind, device.used_by_others) or 0
+    known, device = environment, device_of(request)
+    if known is None:
+        _, known, used_by_others = local_device(request)
     room = known.device.capacity_bytes - used_by_others
     budget_bytes = min(request.budget.resolve(0, 0, room), room)
 

@@ -11,7 +11,8 @@ from autockpt.analysis.explain import explain
 from autockpt.analysis.holdings import COME_AND_GO
 from autockpt.analysis.why import Known, searched
 from autockpt.cost import CostModel
-from autockpt.schema import Listener, Plan, SearchRequest
+from autockpt.schema import Plan, SearchRequest
+from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
@@ -38,8 +39,8 @@ def test_a_budget(tmp_path: Path) -> None:
 
 
 def test_the_peak_is_that_which_the_search_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keeps_more(request: SearchRequest, cost_model: CostModel, listener: Listener) -> tuple[Known, Trials]:
-        found, predictor = searched(request, cost_model, listener), cost_model.predictor
+    def keeps_more(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[Known, Trials]:
+        found, predictor = searched(request, cost_model, target), cost_model.predictor
         predictor.needs = replace(predictor.needs, context_bytes=predictor.needs.context_bytes + 10**6)
         return found
 

@@ -7,6 +7,8 @@ import pytest
 from autockpt.analysis.why import Known, budget_steps, searched, why
 from autockpt.cost import CostModel
 from autockpt.schema import ResolvedBudget, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
+from autockpt.tuning.clock import Clock
+from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from tests.tuning.device import MadeUpDevice
 
@@ -16,7 +18,7 @@ SPACE = SearchSpace().restricted(("save", "recompute", "offload"))
 def found_within(budget: str) -> tuple[CostModel, Known, Trials]:
     made = MadeUpDevice(4).profiled()
     request = SearchRequest(budget=parse_budget(budget), workload=WorkloadSpec(model="made up"), space=SPACE)
-    return made, *searched(request, made, Silence())
+    return made, *searched(request, made, Simulated(request, Clock(Silence())))
 
 
 @pytest.fixture(scope="module")

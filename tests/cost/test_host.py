@@ -87,8 +87,8 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
 def solved(known: CostModel, budget: str, space: SearchSpace) -> Loop:
     """What a simulated search finds."""
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, host_budget=known.host_budget)
-    target, trials = Simulated(), Trials(None)
-    clock = Clock(Silence())
+    clock, trials = Clock(Silence()), Trials(None)
+    target = Simulated(request, clock)
     loop = Loop(SolverProposer(request, known, target, trials, clock), target, trials, 1, clock)
     loop.run()
     return loop

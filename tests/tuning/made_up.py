@@ -70,7 +70,7 @@ def search(
         trials=trials,
         host_budget=host_budget,
     )
-    target = Simulated() if simulated else Measured(device, clock, request)  # type: ignore[arg-type]
+    target = Simulated(request, clock) if simulated else Measured(request, clock, device)  # type: ignore[arg-type]
     if confirm is not None:
         target.confirm = confirm  # type: ignore[union-attr]
     tried = Trials(run)

@@ -92,7 +92,7 @@ def test_the_fastest_as_tried_takes_part_whatever_was_predicted() -> None:
         compare=lambda plans, rounds: {name: [seconds[int(name)]] * rounds for name in plans},
         beat=None,
     )
-    target = Measured(measurer, Clock(Silence()), request=None)  # type: ignore[arg-type]
+    target = Measured(None, Clock(Silence()), measurer)  # type: ignore[arg-type]
     named = target.winner(trials, [], math.inf)
     assert named is not None and named.number == 2
 

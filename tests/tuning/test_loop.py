@@ -323,7 +323,7 @@ def test_timings_that_swing_are_said_to_come_of_other_processes(swing: float, sa
         return {n: [second_is ** int(n) * random.uniform(0.99, 1.01) * c for c in common] for n in plans}
 
     device: Any = SimpleNamespace(environment=SimpleNamespace(device=SimpleNamespace(kind="cpu")), compare=compare)
-    target = Measured(device, Clock(Silence()), request=None)  # type: ignore[arg-type]
+    target = Measured(None, Clock(Silence()), device)  # type: ignore[arg-type]
     target.winner(trials, [], math.inf)
     assert any("other processes" in note and "OMP_NUM_THREADS" in note for note in target.notes) is said
 
@@ -355,7 +355,7 @@ def test_a_plan_that_was_measured_for_the_profile_is_not_measured_again() -> Non
     device = MadeUpDevice()
     plan = dict.fromkeys(device.names, RECOMPUTE)
     known = device.measure(plan)
-    target = Measured(device, Clock(Silence()), request=None)  # type: ignore[arg-type]
+    target = Measured(None, Clock(Silence()), device)  # type: ignore[arg-type]
     target.measured_before = {plan_hash(plan): known}
     device.measured.clear()
     assert target.score(Candidate(plan), None) == target.score(Candidate(plan), known.peak_bytes)

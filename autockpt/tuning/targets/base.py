@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from autockpt.cost import CostModel, memory_at_hand, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import Traced, less_than_asked, live_settings, workload_key
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
 
@@ -62,15 +63,19 @@ class Prepared:
         return (memory_at_hand(self.environment) if hardware is None else simulated_memory(hardware))(graph)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Target:
-    """Where candidates are evaluated: trace the step, build the cost model, score candidates, choose the winner.
+    """Where the candidates of a request are evaluated: trace the step, build the cost model, score candidates, choose
+    the winner.
 
     ``source`` says what its numbers are; where it does not know ``knows_seconds``, they rank plans and are shown to
     nobody. ``checks`` are the ghost runs that may be spent on refining one candidate. The space counts as exhausted
     after ``most_repeats`` known plans in a row. ``notes`` are shown to the user.
     """
 
+    request: SearchRequest
+    clock: Clock
+    _: KW_ONLY
     source: PlanStatus = "measured"
     knows_seconds: bool = True
     checks: int = 8

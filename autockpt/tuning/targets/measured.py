@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from autockpt.cost import CostModel, measure_op_times, memory_at_hand, used_by_others
-from autockpt.cost.profile import leanest, within_host
-from autockpt.cost.roofline import nominal_op_times
+from autockpt.cost.profile import leanest
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted, cycles_to_time
 from autockpt.measuring.turns import turn_to_offload
-from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchSpace, Trial, plan_hash
+from autockpt.schema import Choice, Measurement, OpTimes, SearchSpace, Trial, plan_hash
 from autockpt.schema.known import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
@@ -63,8 +62,6 @@ class Measured(Target):
     """
 
     measurer: Measurer
-    clock: Clock
-    request: SearchRequest
     step_seconds: float = field(default=1.0, init=False)  # of the last plan
     measured_before: dict[str, Measurement] = field(default_factory=dict, init=False)  # for the profile, by plan
 
@@ -272,10 +269,7 @@ def in_finals(known: Sequence[Trial]) -> list[Trial]:
 def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) -> CostModel:
     """What choices cost by these op times; by nominal rates where none are known, good for bytes and for ranking."""
     request, environment, found = prepared.request, prepared.environment, prepared.found
-    if times is None:
-        heads = found.heads.graphs.values() if found.heads else ()
-        lean = leanest(within_host(found.uniform, environment.device, request.host_budget))[1]
-        times = nominal_op_times(environment, lean, *heads, found.uniform["save"][1])
+    times = times or found.nominal(environment)
     more = {"host_budget": request.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}
     needs = memory_at_hand(times.environment, times=times)
     return found.cost_model(times, used_by_others=prepared.used_by_others, needs=needs, **more)

@@ -1,20 +1,21 @@
-"""Search for hardware that is not local: ghost runs and modelled op times in place of real steps."""
+"""Search without a step: ghost runs and op times in place of real steps, of described hardware or the local device."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from autockpt.cost import CostModel, said_of, simulated_memory
+import torch
+
+from autockpt.cost import CostModel, cached_op_times, memory_at_hand, said_of, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware
+from autockpt.devices import get_device
 from autockpt.policies.offload import MOVING
-from autockpt.schema import PlanStatus, SearchSpace
+from autockpt.schema import SAVE, Choice, OpTimes, Plan, PlanStatus, Remake, SearchSpace, Selective
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.request import SearchRequest
-from autockpt.tracing import Tracer
+from autockpt.tracing import Tracer, open_tracer
 from autockpt.tracing.tracer import uncollected
-from autockpt.tuning.clock import Clock
-from autockpt.tuning.opening import traced_for
+from autockpt.tuning.opening import local_device, traced, traced_for
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.trials import Candidate, Score
 
@@ -22,49 +23,76 @@ CHECKS_OF_THE_DEEP = 8
 """Ghost runs that may be spent on refining the plan of a deep model, whose ghost runs are slow."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Simulated(Target):
-    """Candidates are what their ghost runs and op times say; nothing is measured, so nothing is repeated."""
+    """Candidates are what their ghost runs and op times say; nothing is measured, so nothing is repeated.
 
-    source: PlanStatus = "simulated"
-    checks: int = 20
-    most_repeats: int = 4  # without noise the solver's coefficients are right from the start
+    Op times are a roofline of described hardware; of the local device those of an earlier search, else nominal rates,
+    which rank choices. The choices of a ``plan`` that is to be explained are on the menus, too.
+    """
 
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
-        """The prediction stands."""
-        return Score("simulated")
-
-
-@dataclass(kw_only=True)
-class OnHardware(Simulated):
-    """Described hardware: no weights, no step, bytes by ghost run, seconds by roofline, and a plan that says so."""
-
-    request: SearchRequest
-    clock: Clock
-    hardware: Hardware
+    source: PlanStatus = field(default="simulated", kw_only=True)
+    checks: int = field(default=20, kw_only=True)
+    most_repeats: int = field(default=4, kw_only=True)  # without noise the solver's coefficients are right at once
+    plan: Plan | None = field(default=None, kw_only=True)
+    choices: dict[str, Choice] = field(default_factory=dict, init=False)  # the plan's, by unit
 
     def trace(self, stack: ExitStack) -> Prepared:
-        """A deep model is ghost-run by its shallow twin."""
-        request, hardware, spec = self.request, self.hardware, self.request.described
+        """A deep model is ghost-run by its shallow twin where hardware is described.
+
+        Raises PlanError for a plan that does not fit the model.
+        """
+        request, hardware, plan, notes = self.request, self.request.hardware, self.plan, tuple[str, ...]()
         stack.enter_context(uncollected())
         with self.clock.stage("trace"):
-            tracer = stack.enter_context(Tracer.from_spec(spec, hardware=hardware))
-            space, notes = without_offload(request.space, hardware)
-            more = {"inexact": request.allow_inexact, "listener": self.clock.listener}
-            found = traced_for(stack, hardware, spec, tracer, space, **more)
+            if request.workload is None:
+                tracer = stack.enter_context(Tracer.from_step(request.step))
+            else:
+                device = torch.device("cpu") if hardware is not None else get_device(request.device).torch_device
+                tracer, spec = open_tracer(stack, hardware, request.workload, plan, device=device)
+                request = request.model_copy(update={"workload": spec})
+            self.choices = {} if plan is None else plan.choices_for(tracer.units, tracer.head)
+            of_head = SAVE if tracer.head is None else self.choices.get(tracer.head.name, SAVE)
+            more = {"inexact": request.allow_inexact, "of_head": of_head, "listener": self.clock.listener}
+            if hardware is None:
+                found = traced(tracer, request.space, **more)
+            else:
+                space, notes = without_offload(request.space, hardware)
+                found = traced_for(stack, hardware, request.described, tracer, space, **more)
+        if hardware is None:
+            _, environment, used_by_others = local_device(request)
+            return Prepared.of(request, found, environment, used_by_others=used_by_others)
         environment, named = environment_of_hardware(hardware), f"{hardware.name}, simulated"
         return Prepared.of(request, found, environment, [*notes, said_of(hardware)], device=named)
 
     def cost_model(self, prepared: Prepared) -> CostModel:
-        request, found, hardware = prepared.request, prepared.found, self.hardware
+        """With the choices of the plan that no menu has by itself."""
+        request, found, budget_bytes = prepared.request, prepared.found, prepared.request.budget.budget_bytes
         with self.clock.stage("profile"):
-            times = found.roofline(hardware)
-            needs = simulated_memory(hardware, request.budget.budget_bytes)
+            if request.hardware is not None:
+                times, needs = found.roofline(request.hardware), simulated_memory(request.hardware, budget_bytes)
+            else:
+                times = self._local_times(prepared)
+                needs = memory_at_hand(times.environment, budget_bytes, times)
             more = {"host_budget": request.host_budget, "listener": self.clock.listener}
-            cost_model = found.cost_model(times, needs=needs, **more)
+            own = dict.fromkeys(c for c in self.choices.values() if isinstance(c, Selective | Remake))
+            cost_model = found.cost_model(times, needs=needs, used_by_others=prepared.used_by_others, extra=own, **more)
         if found.twin is not None:
             self.checks = CHECKS_OF_THE_DEEP
         return cost_model
+
+    def _local_times(self, prepared: Prepared) -> OpTimes:
+        """Those of an earlier search of this workload on the local device, else nominal ones."""
+        found, key = prepared.found, prepared.workload_key
+        lean = (found.uniform.get("recompute") or found.uniform["save"])[1]  # all that is timed; copies go by rates
+        if (cached := cached_op_times(prepared.environment, [lean, *found.of_heads], key)) is not None:
+            return cached
+        self.knows_seconds = False
+        return found.nominal(prepared.environment)
+
+    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
+        """The prediction stands."""
+        return Score("simulated")
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
