@@ -60,7 +60,10 @@ WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
         "--model -m MODEL", "Hub id, directory, config.json, built-in shape (llama-8b), or package.module:factory."
     ),
     "batch_size": _number("--batch-size -b N", "Sequences per micro-batch. Default: the shape's."),
-    "seq_len": _text("--seq-len -s N", "Tokens of the longest sequence. Default: the shape's."),
+    "seq_len": _text(
+        "--seq-len -s N|auto",
+        "Tokens of the longest sequence; for a search also auto, the longest that fit. Default: the shape's.",
+    ),
     "packed": _switch("--packed/--padded", "No padding, so no attention mask. Default: padded."),
     "dtype": _text("--dtype [fp32|bf16|fp16]", "Type of the weights. Default: the shape's."),
     "autocast": _text("--autocast [bf16|fp16]", "Compute in this type. Default: off."),
@@ -73,31 +76,21 @@ WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
     "load_in_4bit": _switch("--load-in-4bit/--no-load-in-4bit", "Base weights in NF4, quantised twice (bitsandbytes)."),
 }
 
-# instead of the length above, for a verb that can look for it
-LENGTH_OR_AUTO = _text(
-    "--seq-len -s N|auto",
-    "Tokens of the longest sequence, or auto: the longest that fit the budget. Default: the shape's.",
-)
 
-
-def takes_workload(verb: Callable[..., None], **instead: Any) -> Callable[..., None]:
-    """Give a verb ``--job`` and the workload options; it receives all that was given as one mapping, ``workload``.
-
-    ``instead``: other options for some fields.
-    """
+def takes_workload(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb ``--job`` and the workload options; it receives all that was given as one mapping, ``workload``."""
     own = inspect.signature(verb, eval_str=True).parameters
-    taken = WORKLOAD_OPTIONS | instead
 
     @functools.wraps(verb)
     def run(*, job: Path | None, **options: Any) -> None:
-        given = {name: options.pop(name) for name in taken}
+        given = {name: options.pop(name) for name in WORKLOAD_OPTIONS}
         given = {name: value for name, value in given.items() if value is not None}
         verb(workload=(job_file(job) if job is not None else {}) | given, **options)
 
     kept = [p for name, p in own.items() if name != "workload"]
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
-        for name, (kind, option) in {**taken, "job": (Path | None, JOB)}.items()
+        for name, (kind, option) in {**WORKLOAD_OPTIONS, "job": (Path | None, JOB)}.items()
     ]
     keyword_only = [p for p in kept if p.kind is p.KEYWORD_ONLY]
     positional = [p for p in kept if p.kind is not p.KEYWORD_ONLY]

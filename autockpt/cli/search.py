@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,7 @@ from rich.text import Text
 
 from autockpt.analysis.sentences import AnswerRow, answer_rows, loading_lines
 from autockpt.cli.guard import INTERRUPTED, guarded, progress, show
-from autockpt.cli.options import (
-    DEVICE,
-    FRESH,
-    LENGTH_OR_AUTO,
-    RUNS_FOLDER,
-    duration,
-    flag,
-    listed,
-    opt,
-    takes_workload,
-)
+from autockpt.cli.options import DEVICE, FRESH, RUNS_FOLDER, duration, flag, listed, opt, takes_workload
 from autockpt.errors import UsageError, without_passwords
 from autockpt.progress import listener
 from autockpt.schema import CompileMode, Measurement, Plan, SearchOutcome, format_binary, format_bytes, words
@@ -46,7 +35,7 @@ DEFAULT_HARDWARE, SIMULATED_MODEL = "rtx4090", "llama-1b"
 
 
 @guarded
-@partial(takes_workload, seq_len=LENGTH_OR_AUTO)
+@takes_workload
 def search(
     workload: dict[str, Any],
     *,
