@@ -24,7 +24,6 @@ from autockpt.schema import (
     Prediction,
     ResolvedBudget,
     SearchOutcome,
-    StageTime,
     Storage,
     StorageKind,
     Trial,
@@ -100,7 +99,7 @@ def outcome(*, none_fits: bool = True, simulated: bool = False, **changes: objec
         "stopped": "nothing left can beat the best by more than the noise",
         "run_directory": Path("results/llama-tiny_cpu_60pct-act_1a2b3c4d"),
         "plan_path": Path("results/llama-tiny_cpu_60pct-act_1a2b3c4d/plan.yaml"),
-        "stages": (StageTime(name="trace", seconds=1.2), StageTime(name="search", seconds=92.0)),
+        "seconds": 93.2,
         "notes": ("A note.",),
     }
     return SearchOutcome.model_validate(data | changes)

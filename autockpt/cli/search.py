@@ -299,11 +299,9 @@ def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
 
 
 def _effort(outcome: SearchOutcome) -> str:
-    total = sum(s.seconds for s in outcome.stages)
-    parts = ", ".join(f"{s.name} {words.seconds(s.seconds)}" for s in outcome.stages if s.seconds >= 0.1)
     text = f"{words.counted(outcome.measured_trials, 'trial')} {outcome.source}"
     text += f", {outcome.resumed} of them in earlier runs," if outcome.resumed else ""
-    text += f" in {words.seconds(total)}" + (f" ({parts})" if parts else "") if outcome.stages else ""
+    text += f" in {words.seconds(outcome.seconds)}"
     return f"{text}. {outcome.stopped[:1].upper()}{outcome.stopped[1:]}".rstrip(". ") + "."
 
 

@@ -27,7 +27,6 @@ from autockpt.schema.request import (
     SearchOutcome,
     SearchRequest,
     Silence,
-    StageTime,
     question_hash,
 )
 from autockpt.schema.sizes import (

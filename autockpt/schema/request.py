@@ -139,13 +139,6 @@ def question_hash(question: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:8]
 
 
-class StageTime(Data):
-    """Wall seconds that a stage of the search took."""
-
-    name: str
-    seconds: float
-
-
 class SearchOutcome(Data):
     """The answer of a search.
 
@@ -170,7 +163,7 @@ class SearchOutcome(Data):
     set_aside: Path | None = Field(default=None, description="where an earlier, different plan file was moved to")
     smallest_peak: int | None = None
     step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")
-    stages: tuple[StageTime, ...] = ()
+    seconds: float = Field(default=0.0, description="wall time of the search")
     notes: tuple[str, ...] = ()
 
 

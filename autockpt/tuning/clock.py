@@ -1,13 +1,12 @@
-"""The clock of a search: its time limit and the time of its stages."""
+"""The clock of a search: its time limit."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
-from autockpt.schema import Listener, StageTime, words
+from autockpt.schema import Listener, words
 from autockpt.schema.trial import Measurement
 
 OF_TRAINING = 0.1
@@ -23,7 +22,7 @@ GRACE_SHARE, GRACE = 0.1, 2.0
 
 
 class Clock:
-    """Wall time by stage, reported to the listener as it passes.
+    """Wall time since it was made, and how much of a limit that leaves. ``listener`` hears of stages, trials and notes.
 
     ``timeout``: a time limit in seconds, which holds for the whole search, tracing and profiling included. Every stage
     asks for what is left before it begins with anything that the answer can do without. The limit becomes shorter where
@@ -33,7 +32,6 @@ class Clock:
     def __init__(self, listener: Listener, timeout: float | None = None, training_steps: int | None = None) -> None:
         self.listener, self.timeout = listener, timeout
         self.training_steps = training_steps
-        self.stages: list[StageTime] = []
         self.began = time.monotonic()
 
     @property
@@ -71,13 +69,3 @@ class Clock:
         self.timeout = float(f"{share:.3g}")
         training = f"{words.counted(self.training_steps or 0, 'step')} of {words.seconds(seconds)}"
         return f"the search ends after {words.seconds(share)}, a tenth of {training}, or as soon as it has a plan"
-
-    @contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[None]:
-        """Time the block as a stage of ``total`` steps where known."""
-        self.listener.stage(name, total)
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self.stages.append(StageTime(name=name, seconds=time.monotonic() - begin))

@@ -91,19 +91,19 @@ def explain_refusal(
     if request.compile is not None or not request.alternatives:
         return
     if not request.budget.is_share:
-        with clock.stage("look for alternatives", SORTS):
-            uniform, late = found.uniform, partial(clock.passed, 1.0)
-            if found.twin is not None:  # of the whole model
-                kinds = [kind for kind in ("recompute", "save") if kind in uniform]
-                uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
-            what_if = replace(
-                what_if_of(request, found.uniform, prepared.environment, prepared.used_by_others),
-                head=leanest_head(found.heads),
-                late=late,
-                listener=clock.listener,
-            )
-            chunked = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
-            changes = alternatives(request, found.tracer.settings, uniform, what_if, chunked=chunked)
+        clock.listener.stage("look for alternatives", SORTS)
+        uniform, late = found.uniform, partial(clock.passed, 1.0)
+        if found.twin is not None:  # of the whole model
+            kinds = [kind for kind in ("recompute", "save") if kind in uniform]
+            uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
+        what_if = replace(
+            what_if_of(request, found.uniform, prepared.environment, prepared.used_by_others),
+            head=leanest_head(found.heads),
+            late=late,
+            listener=clock.listener,
+        )
+        chunked = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
+        changes = alternatives(request, found.tracer.settings, uniform, what_if, chunked=chunked)
         error.alternatives = changes
         if changes and run is not None:
             run.write_outlook(outlook.model_copy(update={"changes": changes}))

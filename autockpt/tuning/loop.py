@@ -81,11 +81,11 @@ class Loop:
         """
         try:
             self.proposer.begin()
-            with self.clock.stage("baselines", len(self.proposer.known)):
-                # plans that everybody knows, whatever they need: the budget may be a share of what they do
-                self._try(self.proposer.baselines(self))
-                for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
-                    self.clock.listener.note(note)
+            self.clock.listener.stage("baselines", len(self.proposer.known))
+            # plans that everybody knows, whatever they need: the budget may be a share of what they do
+            self._try(self.proposer.baselines(self))
+            for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
+                self.clock.listener.note(note)
             if shorter := self.clock.limit_by(trial.measured for trial in self.trials.all):
                 self.clock.listener.note(shorter)
             self._more_is_faster = self.proposer.resolve(self.stopped)
@@ -96,11 +96,11 @@ class Loop:
                 # candidates; of a simulation, which tries one, the ghost runs of that
                 steps = max(0, self.max_candidates - self.trials.spent)
                 steps = steps if self.target.measures else self.target.checks + 1
-                with self.clock.stage("search", steps):
-                    self._try(self.proposer.candidates(self))
-                with self.clock.stage("finals"):
-                    # well-known plans are timed with the best: the table sets their step times against it
-                    self.best = self.target.winner(self.trials, self._known, self.clock.seconds_left)
+                self.clock.listener.stage("search", steps)
+                self._try(self.proposer.candidates(self))
+                self.clock.listener.stage("finals")
+                # well-known plans are timed with the best: the table sets their step times against it
+                self.best = self.target.winner(self.trials, self._known, self.clock.seconds_left)
         except (KeyboardInterrupt, TimeLimitReached) as end:
             self.interrupted = isinstance(end, KeyboardInterrupt)
             self.stopped = "interrupted; everything measured so far is kept" if self.interrupted else self._time

@@ -58,8 +58,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
                 if ALL in known and clock.seconds_left > 0:
                     run.write_graph(cost_model.predictor.graph(known[ALL]), "recompute")
                 if not loop.interrupted and clock.seconds_left > 0:
-                    with clock.stage("other budgets"):
-                        run.write_outlook(look_around(cost_model, loop, run.outlook()))
+                    run.write_outlook(look_around(cost_model, loop, run.outlook()))
         if loop.binding and (offer := trade(best, trials, run and run.outlook(), loop.budget.bytes)):
             notes.append(offer)
     outcome = SearchOutcome(
@@ -79,7 +78,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
         set_aside=run.set_aside if run else None,
         smallest_peak=loop.proposer.smallest_peak,
         step_note=step_note(environment, asked.workload),
-        stages=tuple(clock.stages),
+        seconds=clock.elapsed,
         notes=(*asked.notes, *notes),
     )
     if run is not None and plan is not None and not loop.interrupted:

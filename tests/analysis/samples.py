@@ -20,7 +20,6 @@ from autockpt.schema import (
     Profile,
     ResolvedBudget,
     SearchOutcome,
-    StageTime,
     Trial,
     Unit,
     plan_hash,
@@ -135,7 +134,7 @@ def make_run(root: Path, *, model: str = "small", budget: str = "60%act", answer
         stopped="as many candidates were tried as --trials allows (2)",
         run_directory=run.path,
         plan_path=run.plan_path,
-        stages=(StageTime(name="search", seconds=2.0),),
+        seconds=2.0,
         notes=("a note about /home/somebody/secret",),
     )
     run.write_finished(FinishedSearch(trials=2, outcome=outcome))

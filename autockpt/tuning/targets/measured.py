@@ -68,16 +68,16 @@ class Measured(Target):
     def trace(self, stack: ExitStack) -> Prepared:
         """The worker imports and builds while the ghost runs go on here."""
         request, clock = self.request, self.clock
-        with clock.stage("trace"):
-            if request.workload is None:
-                tracer = stack.enter_context(Tracer.from_step(request.step))
-            else:
-                device = get_device(request.device).torch_device
-                tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device))
-            space, notes = self.allowed(tracer)
-            found = traced(tracer, space, request.allow_inexact, listener=clock.listener)
-        with clock.stage("build"):  # asking a GPU oneself would open a context, for as long as this process lives
-            environment = self.measurer.environment
+        clock.listener.stage("trace")
+        if request.workload is None:
+            tracer = stack.enter_context(Tracer.from_step(request.step))
+        else:
+            device = get_device(request.device).torch_device
+            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device))
+        space, notes = self.allowed(tracer)
+        found = traced(tracer, space, request.allow_inexact, listener=clock.listener)
+        clock.listener.stage("build")  # asking a GPU oneself would open a context, for as long as this process lives
+        environment = self.measurer.environment
         if isinstance(self.measurer, WorkerMeasurer):  # whose steps are broken off at the time limit
             stack.enter_context(self.measurer.within(clock.seconds_until_stopped))
         others = used_by_others(self.measurer)  # to this process the model that the worker has built would be another's
@@ -90,9 +90,9 @@ class Measured(Target):
 
     def cost_model(self, prepared: Prepared) -> CostModel | None:
         """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
-        with self.clock.stage("profile"):
-            times = self._op_times(prepared)
-            cost_model = _cost_model(prepared, self.clock, times)
+        self.clock.listener.stage("profile")
+        times = self._op_times(prepared)
+        cost_model = _cost_model(prepared, self.clock, times)
         if times is None:
             self.knows_seconds = False
             self.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")

@@ -44,21 +44,21 @@ class Simulated(Target):
         """
         request, hardware, plan, notes = self.request, self.request.hardware, self.plan, tuple[str, ...]()
         stack.enter_context(uncollected())
-        with self.clock.stage("trace"):
-            if request.workload is None:
-                tracer = stack.enter_context(Tracer.from_step(request.step))
-            else:
-                device = torch.device("cpu") if hardware is not None else get_device(request.device).torch_device
-                tracer, spec = open_tracer(stack, hardware, request.workload, plan, device=device)
-                request = request.model_copy(update={"workload": spec})
-            self.choices = {} if plan is None else plan.choices_for(tracer.units, tracer.head)
-            of_head = SAVE if tracer.head is None else self.choices.get(tracer.head.name, SAVE)
-            more = {"inexact": request.allow_inexact, "of_head": of_head, "listener": self.clock.listener}
-            if hardware is None:
-                found = traced(tracer, request.space, **more)
-            else:
-                space, notes = without_offload(request.space, hardware)
-                found = traced_for(stack, hardware, request.described, tracer, space, **more)
+        self.clock.listener.stage("trace")
+        if request.workload is None:
+            tracer = stack.enter_context(Tracer.from_step(request.step))
+        else:
+            device = torch.device("cpu") if hardware is not None else get_device(request.device).torch_device
+            tracer, spec = open_tracer(stack, hardware, request.workload, plan, device=device)
+            request = request.model_copy(update={"workload": spec})
+        self.choices = {} if plan is None else plan.choices_for(tracer.units, tracer.head)
+        of_head = SAVE if tracer.head is None else self.choices.get(tracer.head.name, SAVE)
+        more = {"inexact": request.allow_inexact, "of_head": of_head, "listener": self.clock.listener}
+        if hardware is None:
+            found = traced(tracer, request.space, **more)
+        else:
+            space, notes = without_offload(request.space, hardware)
+            found = traced_for(stack, hardware, request.described, tracer, space, **more)
         if hardware is None:
             _, environment, used_by_others = local_device(request)
             return Prepared.of(request, found, environment, used_by_others=used_by_others)
@@ -68,15 +68,15 @@ class Simulated(Target):
     def cost_model(self, prepared: Prepared) -> CostModel:
         """With the choices of the plan that no menu has by itself."""
         request, found, budget_bytes = prepared.request, prepared.found, prepared.request.budget.budget_bytes
-        with self.clock.stage("profile"):
-            if request.hardware is not None:
-                times, needs = found.roofline(request.hardware), simulated_memory(request.hardware, budget_bytes)
-            else:
-                times = self._local_times(prepared)
-                needs = memory_at_hand(times.environment, budget_bytes, times)
-            more = {"host_budget": request.host_budget, "listener": self.clock.listener}
-            own = dict.fromkeys(c for c in self.choices.values() if isinstance(c, Selective | Remake))
-            cost_model = found.cost_model(times, needs=needs, used_by_others=prepared.used_by_others, extra=own, **more)
+        self.clock.listener.stage("profile")
+        if request.hardware is not None:
+            times, needs = found.roofline(request.hardware), simulated_memory(request.hardware, budget_bytes)
+        else:
+            times = self._local_times(prepared)
+            needs = memory_at_hand(times.environment, budget_bytes, times)
+        more = {"host_budget": request.host_budget, "listener": self.clock.listener}
+        own = dict.fromkeys(c for c in self.choices.values() if isinstance(c, Selective | Remake))
+        cost_model = found.cost_model(times, needs=needs, used_by_others=prepared.used_by_others, extra=own, **more)
         if found.twin is not None:
             self.checks = CHECKS_OF_THE_DEEP
         return cost_model
