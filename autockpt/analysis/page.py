@@ -48,6 +48,16 @@ def write_page(run: RunDirectory) -> Path:
     return write_file(run.path / PAGE, run_page(run), RunDirectoryError, "Move away what is in its place.")
 
 
+def write_index(folder: Path, runs: Sequence[Any]) -> Path:
+    """Write index.html into a folder: a sortable table of these runs, with links to their pages. Returns its path.
+
+    Raises RunDirectoryError where it cannot be written.
+    """
+    rows = [(run, str((run.path / PAGE).relative_to(folder)) if (run.path / PAGE).exists() else "") for run in runs]
+    page = templates().get_template("folder.html.j2").render(folder=folder.resolve().name, rows=rows)
+    return write_file(folder / "index.html", page, RunDirectoryError, "Move away what is in its place.")
+
+
 def page_of(run: Path) -> str:
     """Write the page of a search that has ended, unless it is there. Returns a sentence about it.
 

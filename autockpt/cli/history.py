@@ -13,12 +13,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autockpt.analysis.runs import InShort, in_short, write_index
 from autockpt.cli.guard import guarded, results, show
 from autockpt.cli.options import arg, flag, opt
-from autockpt.errors import PlanError, UsageError
+from autockpt.errors import PlanError, RunDirectoryError, UsageError
 from autockpt.progress import FITS, STATES
 from autockpt.schema import Trial, format_binary, format_bytes, words
+from autockpt.schema.base import Data
 from autockpt.schema.known import legend_of_names
 from autockpt.schema.names import fold
 from autockpt.schema.plan import set_lines
@@ -66,9 +66,51 @@ def history(
         raise UsageError(f"{place} is a folder of runs", remedy="Name the run that --trial is of.")
     runs = sorted(map(in_short, below), key=lambda run: run.date)
     if page:
+        from autockpt.analysis.page import write_index
+
         show({"page": write_index(place, runs)}, _print_page, as_json)
     else:
         show(runs, partial(_print_runs, place), as_json)
+
+
+class InShort(Data):
+    """One run: its question in a few words, and its answer. ``infeasible`` and ``damaged`` say why it has none."""
+
+    path: Path
+    date: float = 0.0
+    model: str = ""
+    on: str = ""
+    budget: str = ""
+    job: str = ""
+    trials: int = 0
+    answer: Trial | None = None
+    infeasible: str = ""
+    damaged: str = ""
+
+    @property
+    def state(self) -> str:
+        """Why there is no answer, in two words."""
+        return "damaged" if self.damaged else "nothing fits" if self.infeasible else "none yet"
+
+
+def in_short(path: Path) -> InShort:
+    """The run in a directory; a damaged one says what is wrong with it."""
+    try:
+        run = RunDirectory.open(path)
+        environment, trials, refusal = run.environment(), run.trials(), run.refusal()
+        return InShort(
+            path=path,
+            date=run.dates()[1],
+            model=run.model,
+            on=environment.device.name if environment is not None else "",
+            budget=str(run.question.get("budget") or ""),
+            job=run.job,
+            trials=len(trials),
+            answer=None if refusal else run.answer(trials),
+            infeasible=refusal.partition("\n")[0],
+        )
+    except RunDirectoryError as error:
+        return InShort(path=path, damaged=error.message)
 
 
 def _print_page(written: dict[str, Path], console: Console) -> None:
