@@ -63,8 +63,8 @@ class Schedule:
     long."""
 
     def __init__(self, first: int = FIRST_CALLS, gap: int = 1) -> None:
-        self.calls, self._gap = FIRST_CALLS - first, gap
-        self._last = self._due = 0
+        self.calls = self._last = FIRST_CALLS - first
+        self._gap, self._due = gap, 0
 
     def next(self) -> int | None:
         """A call begins. Where it is to be checked, how many calls went unchecked since the last that was."""

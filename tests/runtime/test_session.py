@@ -14,7 +14,7 @@ from autockpt.runtime import apply, attach, remove
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
 from autockpt.schema.plan import Plan
 from tests.errors import raises
-from tests.policies.zoo import CASES, assert_equal, plain, train
+from tests.policies.zoo import CASES, Row, Unit, assert_equal, plain, train
 
 LLAMA = CASES["llama"]
 
@@ -69,6 +69,18 @@ def test_what_was_set_aside_is_put_back_by_the_same_objects():
     assert_equal(train(model, LLAMA), plain(LLAMA))
     session.remove()
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_units_that_count_are_measured_in_mid_training():
+    def body(unit, x):
+        unit.count = getattr(unit, "count", 0) + 1
+        return unit.linear(x).sigmoid() * unit.count
+
+    with attach(model := Row(lambda: Unit(body)), {"units.0": RECOMPUTE, "units.1": RECOMPUTE}) as session:
+        session.in_mid_training()
+        for step in range(1, 4):
+            model(torch.randn(4, 8)).sum().backward()
+            assert [unit.count for unit in model.units] == [step, step]
 
 
 def test_nothing_is_left_when_attaching_fails(monkeypatch):
