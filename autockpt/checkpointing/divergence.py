@@ -78,12 +78,16 @@ class Schedule:
 
 
 class DivergenceCheck:
-    """The checks of one session, and its steps: forward passes of the whole model. Copied and pickled with it."""
+    """The checks of one session, and its steps: forward passes of the whole model. Copied and pickled with it.
+
+    ``is_measured``: its steps are measured as ones in the middle of training. One call of each kind is checked for what
+    it changes, and nothing is compared.
+    """
 
     def __init__(self, mode: Mode = "off") -> None:
         self.mode: Mode = mode
         self.step = 0
-        self.measured = False
+        self.is_measured = False
         self.units: list[UnitCheck] = []
         self._warned = False
         self.open: list[weakref.ref[CheckedCall]] = []  # of the present forward
@@ -93,16 +97,12 @@ class DivergenceCheck:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "open": [], "_pending": {}, "on_devices": DeviceSamples()}
 
-    def unit(self, name: str) -> UnitCheck | None:
-        """The check of one more attachment; None where all are off."""
-        if self.mode == "off":
-            return None
-        self.units.append(UnitCheck(self, name))
-        return self.units[-1]
-
-    def in_mid_training(self) -> None:
-        """Steps are measured as ones in the middle of training: nothing is compared."""
-        self.measured = True
+    def unit(self, name: str) -> UnitCheck:
+        """The check of one more attachment."""
+        made = UnitCheck(self, name)
+        if self.mode != "off":
+            self.units.append(made)
+        return made
 
     def begin(self) -> None:
         """A forward of the whole model begins. Raises RerunMismatch for samples that differed on a device before."""
@@ -181,12 +181,12 @@ class UnitCheck:
 
     def observer(self, *, checked: bool | None = None, new: bool = False) -> CheckedCall | UnitCheck | None:
         """A call begins: what looks at the tensors that it saves. ``checked`` None: by a schedule of its own, or where
-        it does something ``new``."""
+        it does something ``new``. None where nothing is compared."""
+        if self.check.is_measured or self.check.mode == "off":
+            return None
         self.calls += 1
         if checked is None:
             checked = self._schedule.next() is not None or new
-        if self.check.measured:
-            return None
         if checked or self.check.mode == "all":
             if is_capturing():
                 self.unchecked["calls in a CUDA graph that is being captured"] += 1

@@ -94,7 +94,7 @@ class CheckpointFrame:
         self._chosen: dict[int, tuple[torch.Tensor, int]] = {}
         self._looked_at: Collection[int] = kind.indices
         self._beyond = sys.maxsize if late is None else 0
-        self._observer = observer = None if unit.check is None else unit.check.observer(checked=late is not None)
+        self._observer = observer = unit.check.observer(checked=late is not None)
         if observer is not None:
             self._looked_at, self._beyond = (*kind.indices, observer.sampled), observer.beyond
         self._compared: dict[int, Comparison] = {}

@@ -190,8 +190,7 @@ class KeepingFrame(CheckpointFrame):
     )
 
     def __init__(self, unit: CheckpointedUnit, *given: Any, **named: Any) -> None:
-        if unit.check is not None:
-            unit.check.in_turn = True
+        unit.check.in_turn = True
         super().__init__(unit, *given, **named)
         self.name = unit.name
         inputs = [_type_of(tensor) for tensor in self._live or () if not tensor.is_nested]

@@ -103,14 +103,14 @@ class RecordedUnit(CheckpointedUnit):
         self,
         name: str,
         module: nn.Module,
+        check: UnitCheck,
         watching: Callable[[OpRecorder], AbstractContextManager[Any]],
         keeps: Callable[[Any], bool] = lambda _: False,
         scopes: Mapping[nn.Module, str] | None = None,
-        first_calls: int = FIRST_CALLS,
         *,
         compares: bool = True,
     ) -> None:
-        super().__init__(name, module, None, first_calls)
+        super().__init__(name, module, check)
         self.watching, self.keeps, self.scopes = watching, keeps, scopes or {}
         self.everywhere = "within" not in self.scopes.values()
         self.modules = modules = self.state.modules
@@ -123,11 +123,6 @@ class RecordedUnit(CheckpointedUnit):
         self._numbers = [(home, n) for home in fields for n, value in home.items() if type(value) in _NUMBERS]
         self._compares = compares
         self.signatures: dict[Any, Signature] = {}
-
-    def in_mid_training(self) -> None:
-        """Record one more call only."""
-        super().in_mid_training()
-        self.signatures = {}
 
     def next_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Signature, list[torch.Tensor], bool]:
         """A call begins: its signature, the tensors that it is given, and whether it is to be recorded."""
@@ -224,13 +219,11 @@ class RecordedCall:
         *("_stream", "_tensors", "_unit", "_upcoming", "_weights", "is_recorded"),
     )
 
-    def __init__(
-        self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any], check: UnitCheck | None = None
-    ) -> None:
+    def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._unit = unit
         self._known, self._tensors, self.is_recorded = known, _, _ = unit.next_call(args, kwargs)
         # what compares what is dropped: in unchecked calls few tensors that all others lead to
-        self._observer = None if check is None else check.observer(new=known.recipe is None)
+        self._observer = unit.check.observer(new=known.recipe is None)
         self._lost = False
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: dict[int, int] | None = None  # positions that wait for a value

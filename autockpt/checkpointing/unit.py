@@ -76,23 +76,16 @@ class CallKind:
 
 
 class CheckpointedUnit:
-    """A module whose calls are checkpointed, as its modules are now.
-
-    ``check`` compares what they recompute. ``first_calls`` is less than ``FIRST_CALLS`` where a step is measured as one
-    in the middle of training.
-    """
+    """A module whose calls are checkpointed, as its modules are now. ``check`` compares what they recompute."""
 
     gap: ClassVar[int] = 1  # calls that go unchecked, for the first time
 
-    def __init__(
-        self, name: str, module: nn.Module, check: UnitCheck | None = None, first_calls: int = FIRST_CALLS
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, check: UnitCheck) -> None:
         self.name, self.module, self.check = name, module, check
         self.state = ModuleState(name, module)
         self.draws_in_python = False
         self.learned: dict[Any, Any] = {}  # by what a call is given, for frames that learn more from calls
         modules = self.state.modules
-        self._first_calls = first_calls
         self._kinds: dict[Any, CallKind] = {}
         named = ((m._parameters, name, p) for m in modules for name, p in m._parameters.items())
         self._homes: list[tuple[dict[str, Any], str]] = [(home, name) for home, name, p in named if p is not None]
@@ -106,22 +99,18 @@ class CheckpointedUnit:
     @property
     def is_measured(self) -> bool:
         """Whether calls are measured as ones in the middle of training."""
-        return self._first_calls < FIRST_CALLS
+        return self.check.check.is_measured
 
     def renewed(self) -> CheckpointedUnit:
         """The same unit with the modules of now."""
-        return CheckpointedUnit(self.name, self.module, self.check, self._first_calls)
-
-    def in_mid_training(self) -> None:
-        """Check one more call only."""
-        self._first_calls, self._kinds = 1, {}
+        return CheckpointedUnit(self.name, self.module, self.check)
 
     def kind_of(self, tensors: Sequence[torch.Tensor]) -> CallKind:
         """The kind of a call with these inputs."""
         key = (self.module.training, *map(_type_of, tensors))
         if (kind := self._kinds.get(key)) is None:
             places = accelerators_of([*tensors, *self.parameters()])
-            kind = self._kinds[key] = CallKind(Schedule(self._first_calls, self.gap), places)
+            kind = self._kinds[key] = CallKind(Schedule(1 if self.is_measured else FIRST_CALLS, self.gap), places)
         return kind
 
     def has_same_modules(self) -> bool:

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.jit import is_tracing  # type: ignore[reportPrivateImportUsage]
 
 from autockpt.checkpointing.arguments import hooks_in_force
-from autockpt.checkpointing.divergence import FIRST_CALLS, DivergenceCheck, UnitCheck
+from autockpt.checkpointing.divergence import DivergenceCheck, UnitCheck
 from autockpt.checkpointing.replay_context import current_transform
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
@@ -46,19 +46,18 @@ class Attachment:
     could not be taken off because somebody wrapped it is made inert by ``active = False``; one that is ``gone`` is not
     put back either. Where something else is handed to backward than forward saved, a session may set a ``check`` over
     it (``has_check``). ``as_it_is``: before a module of PyTorch's own, which the compiler does not take on by itself.
-    ``_cache_unit`` holds what calls of a recomputed unit have taught. ``turn`` makes a context manager that restores
+    ``turn`` makes a context manager that restores
     the set of choices active in forward, for plans with several sets; it is left behind, too.
     """
 
     has_check: ClassVar[bool] = False
+    check: UnitCheck
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
         self.inner: Callable[..., Any] | None = None
         self.unbound: Callable[..., Any] | None = None
         self.active, self.gone, self.as_it_is, self.warned = True, False, False, False
-        self.check: UnitCheck | None = None
-        self._first_calls = FIRST_CALLS
         self._cache_unit: Any = None
         self.turn: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -68,11 +67,16 @@ class Attachment:
     def taken_off(self) -> None:
         """The forward is no longer this attachment's."""
 
-    def in_mid_training(self) -> None:
-        """Treat the next call as the last fully checked one."""
-        self._first_calls = 1
-        if self._cache_unit is not None:
-            self._cache_unit.in_mid_training()
+    def as_it_is_now(self, module: nn.Module) -> Any:
+        """What calls of a recomputed unit have taught. Where its modules are others by now, that is forgotten."""
+        unit = self._cache_unit
+        if unit is None or unit.module is not module or not unit.has_same_modules():
+            unit = self._cache_unit = self.new_unit(module)
+        return unit
+
+    def new_unit(self, module: nn.Module) -> Any:
+        """A unit of which calls have taught nothing yet."""
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") or k == "turn" else v for k, v in self.__dict__.items()}
@@ -399,12 +403,10 @@ class Session:
     def in_mid_training(self) -> None:
         """Go on after one step as after many, which take less time: for steps that are measured.
 
-        What is looked at closely in a unit's first calls is looked at in the next one alone, and no sentinel checks
-        those calls.
+        What is looked at closely in a unit's first calls is looked at in its first one alone, and no sentinel checks
+        calls.
         """
-        self.sentinels.in_mid_training()
-        for _, forward in self._placed:
-            forward.state.in_mid_training()
+        self.sentinels.is_measured = True
 
     def remove(self) -> None:
         """Take everything off again; the model is as it was. Idempotent.

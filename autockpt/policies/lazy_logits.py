@@ -45,9 +45,9 @@ class Rows:
     exact: ClassVar[bool] = True
     trained: tuple[nn.Parameter, ...] = ()
 
-    def __init__(self, unit: str, size: int, check: UnitCheck | None) -> None:
+    def __init__(self, unit: str, size: int, check: UnitCheck) -> None:
         self.unit, self._size = unit, size
-        observer = check.observer() if check is not None else None
+        observer = check.observer()
         self.watch = observer if isinstance(observer, CheckedCall) else None
         self.used = False
         self.watchers: list[Callable[..., Any]] = []

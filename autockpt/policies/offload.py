@@ -118,7 +118,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         refuse_capture(device, state.unit)
         pipeline = state.pipeline
         group = OffloadedCall(state.unit, device, pipeline.last, pipeline.transport(device, state.tier))
-        observer = state.check.observer() if state.check is not None else None
+        observer = state.check.observer()
         outside = [t for t in tensors if t is not hidden] + state.buffers(module)
         offloading = OffloadHooks(group, outside, module, observer, hidden)
         keep_identity()

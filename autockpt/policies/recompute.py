@@ -45,12 +45,9 @@ class RecomputeState(Attachment):
         pass_over_what_is_set_to_itself()
         keep_identity()
 
-    def checkpointed(self, module: nn.Module) -> CheckpointedUnit:
-        """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
-        unit: CheckpointedUnit | None = self._cache_unit
-        if unit is None or unit.module is not module or not unit.has_same_modules():
-            unit = self._cache_unit = CheckpointedUnit(self.unit, module, self.check, self._first_calls)
-        return unit
+    def new_unit(self, module: nn.Module) -> CheckpointedUnit:
+        """See ``Attachment``."""
+        return CheckpointedUnit(self.unit, module, self.check)
 
     def call_with_caches(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward that stands behind this, with a KV cache of its own in each run."""
@@ -108,7 +105,7 @@ def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...]
     forward = inner_of(module, state)
     if (exchanged := without_caches(state.unit, args, kwargs)) is not None:
         (args, kwargs), forward = exchanged, functools.partial(state.call_with_caches, module)
-    frame = state.frame(state.checkpointed(module), forward, args, kwargs, state.turn)
+    frame = state.frame(state.as_it_is_now(module), forward, args, kwargs, state.turn)
     try:
         return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:

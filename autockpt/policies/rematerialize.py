@@ -8,7 +8,6 @@ torch._functorch.partitioners).
 
 from __future__ import annotations
 
-import functools
 import sys
 from contextlib import AbstractContextManager
 from functools import partial
@@ -125,19 +124,16 @@ class RemakeState(Attachment):
         keep_identity()
         self._choice = choice
 
-    def recorded(self, module: nn.Module) -> RecordedUnit:
-        """The unit as its modules are now. Where they are others, what calls taught is forgotten."""
-        unit: RecordedUnit | None = self._cache_unit
-        if unit is None or unit.module is not module or not unit.has_same_modules():
-            known = {} if Learnt.units is None else Learnt.units
-            unit = known.get((self.unit, self._choice)) or self._new(module)
-            known[self.unit, self._choice] = self._cache_unit = unit
+    def new_unit(self, module: nn.Module) -> RecordedUnit:
+        """See ``Attachment``."""
+        known, key = Learnt.units, (self.unit, self._choice)
+        if known is not None and key in known:
+            return known[key]
+        scopes, watching = _scopes(PlannedUnit(self.unit, module, self._choice)), partial(Watching, self.unit)
+        unit = RecordedUnit(self.unit, module, self.check, watching, self._keeps, scopes, compares=known is None)
+        if known is not None:
+            known[key] = unit
         return unit
-
-    def _new(self, module: nn.Module) -> RecordedUnit:
-        scopes, first = _scopes(PlannedUnit(self.unit, module, self._choice)), Learnt.units is None
-        watching, calls = functools.partial(Watching, self.unit), self._first_calls if first else 1
-        return RecordedUnit(self.unit, module, watching, self._keeps, scopes, calls, compares=first)
 
     def _keeps(self, func: Any) -> bool:
         keep = self._choice.keep
@@ -163,7 +159,7 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
     """
     if not is_enabled(state):
         return call_inner(module, state, args, kwargs)
-    call = RecordedCall(state.recorded(module), args, kwargs, state.check)
+    call = RecordedCall(state.as_it_is_now(module), args, kwargs)
     before = sequence_nr()
     try:
         output = call.run(inner_of(module, state), args, kwargs)

@@ -106,8 +106,10 @@ def recorded(noted: list[Any]) -> Callable[[nn.Module, Iterable[int]], list[int]
     return calls
 
 
-def planned(layer: nn.Module, *keep: str) -> nn.Module:
-    attach(nn.Sequential(layer), {"0": parse_choice({"kind": "remake", "keep": keep})}, sentinels="off")
+def planned(layer: nn.Module, *keep: str, traced: bool = False) -> nn.Module:
+    session = attach(nn.Sequential(layer), {"0": parse_choice({"kind": "remake", "keep": keep})}, sentinels="off")
+    if traced:
+        session.in_mid_training()
     return layer
 
 
@@ -152,7 +154,7 @@ def test_recordings_become_seldom(recorded: Any) -> None:
 
 def test_lengths_of_a_steady_unit_are_recorded_once_and_forgotten_late(recorded: Any) -> None:
     with recipes_known({}):
-        layer = planned(Mlp())
+        layer = planned(Mlp(), traced=True)
         lengths = [9, 9, *range(10, 40), *range(10, 40)]
         assert recorded(layer, lengths) == [1, *range(3, 33)]
         assert recorded(layer, [*range(40, 40 + recorded_call._MOST), 10])[-1] == recorded_call._MOST + 1
