@@ -206,6 +206,24 @@ def _logsumexp(argument: Argument) -> int:
     return x.nbytes + x.nbytes // max(reduced, 1)
 
 
+def _copied_matrices(*names: str) -> Callable[[Argument], int]:
+    """Matrices that lie neither by rows nor by columns, which are copied before a library multiplies them.
+
+    ``aten/src/ATen/native/cuda/Blas.cpp``, ``prepare_matrix_for_cublas``, and ``native/LinearAlgebra.cpp``. Such is
+    the gradient of a sum: one number in memory, expanded to a matrix.
+    """
+
+    def rule(argument: Argument) -> int:
+        return sum(x.nbytes for x in map(argument, names) if not _has_leading_dimension(x))
+
+    return rule
+
+
+def _has_leading_dimension(matrix: Tensor) -> bool:
+    (rows, columns), (down, along) = matrix.size()[-2:], matrix.stride()[-2:]
+    return (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
+
+
 def up_to(size: int, multiple: int) -> int:
     """The next multiple."""
     return -(-size // multiple) * multiple
@@ -234,11 +252,18 @@ _PUT_TOGETHER: dict[str, Callable[[Argument], int]] = {
     "logsumexp": _logsumexp,
 }
 _CUDA_RULES: dict[str, Callable[[Argument], int]] = {
+    "bmm": _copied_matrices("self", "mat2"),
+    "baddbmm": _copied_matrices("batch1", "batch2"),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_cudnn_attention_backward": partial(_flash_backward, repeats=False),
     "embedding_dense_backward": _embedding_backward,
     **CUDA_RULES,
 }
-_LOSSES = _PUT_TOGETHER | dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _loss_tensors(1))
-_RULES = {"cpu": _LOSSES, "cuda": _LOSSES | _CUDA_RULES}
+_COMMON = {
+    **_PUT_TOGETHER,
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _loss_tensors(1)),
+    "mm": _copied_matrices("self", "mat2"),
+    "addmm": _copied_matrices("mat1", "mat2"),
+}
+_RULES = {"cpu": _COMMON, "cuda": _COMMON | _CUDA_RULES}

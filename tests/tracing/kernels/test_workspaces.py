@@ -43,6 +43,22 @@ def test_other_kernels() -> None:
         assert known(func, *args) == pytest.approx(real_workspace(func, *args), abs=1024), func
 
 
+def test_matrices_without_a_leading_dimension_are_copied() -> None:
+    a, b, gaps = torch.rand(64, 96), torch.rand(96, 32), torch.rand(64, 192)[:, ::2]
+    of_sum = torch.ones(()).expand(64, 96)  # as the gradient of logits.sum()
+    calls: list[tuple[Any, tuple[Any, ...], int]] = [
+        (aten.mm.default, (of_sum, b), of_sum.nbytes),
+        (aten.mm.default, (b.t(), of_sum.t()), of_sum.nbytes),
+        (aten.addmm.default, (torch.rand(32), gaps, b), gaps.nbytes),
+        (aten.mm.default, (a[:, :48], b[:48]), 0),
+        (aten.mm.default, (b.t(), a.t()), 0),
+    ]
+    for func, args, copied in calls:
+        assert known(func, *args) == real_workspace(func, *args) == copied
+    batched = (of_sum.expand(2, 64, 96), b.expand(2, 96, 32))
+    assert workspace_bytes(Operator(aten.bmm.default), batched, {}, "cuda") == batched[0].nbytes
+
+
 def test_operands_of_other_types_are_copied() -> None:
     f = torch.rand(4, 8, 16)
     h, i, b, row = f.bfloat16(), f.long(), f > 0.5, torch.rand(16)
