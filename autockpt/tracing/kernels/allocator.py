@@ -184,19 +184,36 @@ def requests(graph: Graph, cycles: int = 2) -> Iterator[Event]:
     count = len(graph.ops)
     born: dict[int, list[Storage]] = {}  # not a list for every op: collecting garbage would look at each
     dying: dict[int, list[int]] = {}
+    heirs = _heirs(graph)
     for s in graph.storages:
         if s.birth >= 0:
             born.setdefault(s.birth, []).append(s)
+        dies = s.death is not None if s.id in heirs else s.birth >= 0
+        if dies:
             dying.setdefault(count if s.death is None else min(s.death + 1, count), []).append(s.id)
     for cycle in range(cycles):
+        names = heirs if cycle % 2 else {}
         for index in range(count + 1):
             for key in dying.get(index, ()):
-                yield key, None
+                yield names.get(key, key), None
             if cycle == 0 and index == first_step:
                 for s in states:
                     yield s.id, s.bytes
             for s in born.get(index, ()):
-                yield s.id, s.bytes
+                yield names.get(s.id, s.id), s.bytes
+
+
+def _heirs(graph: Graph) -> dict[int, int]:
+    """Storages that a cycle finds and frees, each with the one that it leaves for the next cycle, and the reverse.
+
+    Loops that keep a step's outputs until the next forward have such pairs. They trade names from cycle to cycle.
+    """
+    found = [s for s in graph.storages if s.birth < 0 and s.death is not None]
+    left = [s for s in graph.storages if s.birth >= 0 and s.death is None]
+    if [s.bytes for s in found] != [s.bytes for s in left]:
+        return {}
+    pairs = [(old.id, new.id) for old, new in zip(found, left, strict=True)]
+    return dict(pairs) | {new: old for old, new in pairs}
 
 
 def replay(events: Iterable[Event], *, limit: int | None = None) -> AllocatorPeak:

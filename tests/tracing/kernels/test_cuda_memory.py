@@ -140,3 +140,15 @@ def test_reserved_covers_allocated_covers_the_timeline(rows: list[tuple[int, int
     )
     peak = replay(requests(graph, cycles))
     assert peak.reserved >= peak.allocated >= graph.peak_bytes
+
+
+def test_outputs_kept_until_the_next_forward_are_held_once_after_it() -> None:
+    n = 40 * MIB
+    storages = (
+        Storage(id=0, bytes=n, birth=-1, death=3),
+        Storage(id=1, bytes=n, birth=2, death=None),
+        Storage(id=2, bytes=n, birth=5, death=6),
+    )
+    graph = Graph(resident_bytes=n, signatures=("",), ops=tuple(op(i, "forward") for i in range(8)), storages=storages)
+    for cycles in (1, 2, 3):
+        assert replay(requests(graph, cycles)).reserved == graph.peak_bytes == 2 * n
