@@ -8,7 +8,8 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-# Tests run side by side: threads of theirs would only wait for each other's cores. Before torch and NumPy are loaded.
+# Tests run side by side: threads of theirs would only wait for each other's cores, and last bits depend on how many
+# there are. Before torch and NumPy are loaded.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 import pytest
@@ -90,6 +91,13 @@ def _seconds_are_measured_briefly() -> Iterator[None]:
             patch.setattr(f"autockpt.{seconds}", 0.0)
         patch.setattr("autockpt.cost.op_times.COPY_ROUNDS", 1)
         yield
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 # The same examples each time: a failure then belongs to the change at hand. HYPOTHESIS_PROFILE=explore draws new ones.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -17,18 +15,11 @@ from autockpt.schema.choices import CompileBudget
 from tests.errors import raises
 from tests.measuring.small_workloads import BLOCKS, RECOMPUTE_ALL, Stack, make_workload
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
 
 CHEAP = "aot_eager_decomp_partition"
 TIGHT: Choice = CompileBudget(fraction=0.1)
 TIGHT_ALL: dict[str, Choice] = {f"layers.{i}": TIGHT for i in range(BLOCKS)}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def runner_of(mode: CompileMode, model: nn.Module | None = None) -> StepRunner:

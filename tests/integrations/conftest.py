@@ -1,3 +1,0 @@
-from tests.policies.conftest import one_thread
-
-__all__ = ["one_thread"]
