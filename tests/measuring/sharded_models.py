@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -24,15 +25,8 @@ class Layer(nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def model_of_layers() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(*(Layer() for _ in range(LAYERS)))))
 
 
 def squares(model: nn.Module, batch: Tensor) -> Tensor:
@@ -42,7 +36,7 @@ def squares(model: nn.Module, batch: Tensor) -> Tensor:
 def sharded(kind: str, ranks: int) -> nn.Module:
     """``kind``: fsdp2, no-resharding, tensor-parallel, ddp or none."""
     torch.manual_seed(0)
-    model = Model()
+    model = model_of_layers()
     if kind in ("fsdp2", "no-resharding"):
         reshard = kind == "fsdp2"
         for layer in model.layers:

@@ -111,6 +111,7 @@ def train(workload: Step, cycles: int = 2) -> None:
 # A file of a user's, with functions that make workloads.
 FACTORY = """
 import os, signal, sys, time, types
+from collections import OrderedDict
 import torch
 from torch import nn
 
@@ -123,17 +124,11 @@ class Layer(nn.Module):
     def forward(self, x):
         return self.line(x).exp().tanh()
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def net():
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(*(Layer() for _ in range(3)))))
 
 def make():
-    return Net(), torch.randn(16384, 16), lambda model, batch: model(batch).mean()
+    return net(), torch.randn(16384, 16), lambda model, batch: model(batch).mean()
 
 def broken():
     width = 3
@@ -142,10 +137,10 @@ def broken():
 def failing_step():
     def step(model, batch):
         return model(batch)[999]
-    return Net(), torch.randn(64, 16), step
+    return net(), torch.randn(64, 16), step
 
 def too_large():
-    return Net(), torch.randn(64, 16), lambda model, batch: torch.empty(1 << 46) + model(batch)
+    return net(), torch.randn(64, 16), lambda model, batch: torch.empty(1 << 46) + model(batch)
 
 # Functions that a test can call in the worker: only modules of autockpt may be named.
 probe = types.ModuleType("autockpt.probe")

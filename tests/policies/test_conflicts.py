@@ -14,33 +14,29 @@ from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.schema.choices import choice_kinds
 from tests.errors import raises
-from tests.policies.zoo import assert_as_plain, on, trained
+from tests.policies.zoo import Unit, assert_as_plain, on, trained
 
 KINDS = sorted(set(choice_kinds("block")) - {"save", "compile_budget"})
 
 
-class Learning(nn.Module):
-    """Takes a gradient by torch.func in its forward, as layers do that learn while they are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        slope: Any = torch.func.grad(lambda t: t.sin().sum())(x.detach())
-        return self.linear(x * slope)
+def learning(unit: Any, x: Tensor) -> Tensor:
+    """Takes a gradient by torch.func, as layers do that learn while they are used."""
+    slope: Any = torch.func.grad(lambda t: t.sin().sum())(x.detach())
+    return unit.linear(x * slope)
 
 
-class WithoutHooks(nn.Module):
-    """Allows no hooks on saved tensors in its forward."""
+def without_hooks(unit: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.disable_saved_tensors_hooks("not in here"):
+        return unit.linear(x).tanh()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.disable_saved_tensors_hooks("not in here"):
-            return self.linear(x).tanh()
+def masked(unit: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return unit.linear(x + mask).sin()
+
+
+def nested(unit: Any, x: Tensor) -> Tensor:
+    parts = torch.nested.as_nested_tensor([unit.linear(x)[:3], unit.linear(x)[3:]])
+    return torch.nested.to_padded_tensor(parts * parts, 0.0)
 
 
 class Masking(nn.Sequential):
@@ -54,15 +50,6 @@ class Masking(nn.Sequential):
         return x
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.linear(x + mask).sin()
-
-
 class Scripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -73,16 +60,6 @@ class Scripted(nn.Module):
         return self.traced(self.linear(x))
 
 
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = torch.nested.as_nested_tensor([self.linear(x)[:3], self.linear(x)[3:]])
-        return torch.nested.to_padded_tensor(parts * parts, 0.0)
-
-
 def rrelu() -> nn.Module:
     """Its kernel writes slopes after autograd has saved them: copies, or a second run that ends there, were wrong."""
     return nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.RReLU()))
@@ -90,16 +67,16 @@ def rrelu() -> nn.Module:
 
 # a model whose unit is 0, the choices that are equal to plain training on it, and what the error of others names
 ODD: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], tuple[str, ...]]] = {
-    "torch.func": (lambda: nn.Sequential(Learning(), Learning()), (), ("torch.func", "Use `save` on 0")),
-    "hooks switched off": (lambda: nn.Sequential(WithoutHooks()), (), ("0 ",)),
-    "inference mode": (lambda: Masking(Masked(), Masked()), ("offload", "remake"), ("torch.inference_mode",)),
+    "torch.func": (lambda: nn.Sequential(Unit(learning), Unit(learning)), (), ("torch.func", "Use `save` on 0")),
+    "hooks switched off": (lambda: nn.Sequential(Unit(without_hooks)), (), ("0 ",)),
+    "inference mode": (lambda: Masking(Unit(masked), Unit(masked)), ("offload", "remake"), ("torch.inference_mode",)),
     "rrelu": (lambda: nn.Sequential(rrelu()), ("remake",), ("0.1.0", "RReLU")),
     "torchscript": (
         lambda: nn.Sequential(Scripted(), nn.Linear(64, 64)),
         ("offload",),
         ("0.traced", "TorchScript", "`save` or `offload` on 0"),
     ),
-    "nested": (lambda: nn.Sequential(Nested()), tuple(kind for kind in KINDS if kind != "remake"), ("0 ",)),
+    "nested": (lambda: nn.Sequential(Unit(nested, 64)), tuple(kind for kind in KINDS if kind != "remake"), ("0 ",)),
 }
 
 

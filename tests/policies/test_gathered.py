@@ -18,7 +18,7 @@ from autockpt.schema import WorkloadSpec
 from autockpt.schema.choices import GATHERED, RECOMPUTE, Choice, Recompute, Segment, choice_kinds, parse_choice
 from autockpt.tracing import Tracer
 from tests.errors import raises
-from tests.measuring.sharded_models import LAYERS, WIDTH, Layer, Model, sharded, step_of
+from tests.measuring.sharded_models import LAYERS, WIDTH, Layer, model_of_layers, sharded, step_of
 from tests.policies.zoo import Ops, number
 from tests.runtime.processes import in_processes, meet, needs_gloo, on_ranks
 
@@ -69,7 +69,7 @@ def gathers_less(rank: int) -> list[str]:
     return wrong
 
 
-def kept(model: Model) -> list[bool]:
+def kept(model: torch.nn.Module) -> list[bool]:
     """Which weights stay gathered after a forward without gradients."""
     with torch.no_grad():
         model(torch.ones(8, WIDTH))
@@ -80,9 +80,9 @@ def leaves_weights_as_without_it(rank: int) -> list[str]:
     """What differs, in evaluation under a plan and once it is taken off, from a model that had none."""
     wrong = []
 
-    def model(whole: bool) -> Model:
+    def model(whole: bool) -> torch.nn.Module:
         """Not ``whole``: FSDP2 takes each layer for a root, and keeps what its parts do not have of its weights."""
-        made = Model()
+        made = model_of_layers()
         for layer in layers_of(made):
             fully_shard(layer.up)
             fully_shard(layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -25,35 +26,20 @@ PRODUCTS = 6  # of backward, of three linear layers
 MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.ModuleList([nn.Linear(16, 16)])
-        self.mlp, self.norm = MLP(), nn.LayerNorm(16)
+        self.mlp = nn.Sequential(OrderedDict(up=nn.Linear(16, 32), tanh=nn.Tanh(), down=nn.Linear(32, 16)))
+        self.norm = nn.LayerNorm(16)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.mlp(torch.sigmoid(self.inner[0](x))))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(Layer() for _ in UNITS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def three_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(first=nn.Linear(16, 16), layers=nn.Sequential(*(Layer() for _ in UNITS))))
 
 
 def backend(products: list[int]) -> Callable[..., Any]:
@@ -74,13 +60,12 @@ def backend(products: list[int]) -> Callable[..., Any]:
 
 
 def train(plan: Callable[[nn.Module], AbstractContextManager[Any]], compiler: Any, *, compile_first: bool) -> list:
-    torch.manual_seed(0)
-    model, batch, losses = Model(), torch.randn(4, 16), list[Tensor]()
+    model, batch, losses = three_layers(), torch.randn(4, 16), list[Tensor]()
     compiled = [layer.compile(backend=compiler, fullgraph=True) for layer in model.layers if compile_first]
     with plan(model):
         compiled += [layer.compile(backend=compiler, fullgraph=True) for layer in model.layers if not compile_first]
         for _ in range(2):
-            losses.append(model(batch))
+            losses.append(model(batch).square().mean())
             losses[-1].backward()
     return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters())]
 
@@ -108,16 +93,15 @@ def test_gradients_are_those_of_compiled_steps(choice: Any) -> None:
 
 
 def test_scopes_stay_off_where_a_plan_is_put_back() -> None:
-    torch.manual_seed(0)
-    model, products = Model(), list[int]()
+    model, products = three_layers(), list[int]()
     session = attach(model, dict.fromkeys(UNITS, parse_choice({"kind": "selective", "keep": ["mlp.up"]})))
     compiler = backend(products)
     for layer in model.layers:
         layer.compile(backend=compiler, fullgraph=True)
-    model(torch.randn(4, 16)).backward()
+    model(torch.randn(4, 16)).square().mean().backward()
     session.set_aside()
     with session.for_now():
-        model(torch.randn(4, 16)).backward()
+        model(torch.randn(4, 16)).square().mean().backward()
     session.remove()
     assert products == [PRODUCTS + 2]
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -10,26 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 
-from tests.policies.zoo import assert_as_plain, on, trained
+from tests.policies.zoo import Unit, assert_as_plain, on, trained
 
 KINDS = ("recompute", "selective", "remake", "offload", "segment", "recompute_offload")
 D = 64
 
 
-class Counting(nn.Module):
+def counting(unit: Any, x: Tensor) -> Tensor:
     """Scales by how often it was called before: a buffer that it makes itself, changed in ways that autograd does not
     see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "count"):
-            self.register_buffer("count", torch.ones(()))
-        out = torch.sigmoid(self.linear(x) + self.count)
-        self.count.data.add_(0.25)
-        return out
+    if not hasattr(unit, "count"):
+        unit.register_buffer("count", torch.ones(()))
+    out = torch.sigmoid(unit.linear(x) + unit.count)
+    unit.count.data.add_(0.25)
+    return out
 
 
 class HandMadeNorm(nn.Module):
@@ -46,7 +40,7 @@ class HandMadeNorm(nn.Module):
 
 
 MAKERS: dict[str, Any] = {
-    "a count": Counting,
+    "a count": lambda: Unit(counting),
     "batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sigmoid()),
     "cumulative batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
     "batch norm by hand": HandMadeNorm,

@@ -33,23 +33,13 @@ class Thin(nn.Module):
         return x + nn.functional.gelu(self.up(x))
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Thin() for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def constant(graph: Graph) -> Simulation:
     return simulated(graph, dict.fromkeys(graph.signatures, 1e-5), bandwidth_out=1e9, bandwidth_in=1e9)
 
 
 def test_their_linear_peak_covers_the_ghost_peak() -> None:
-    step = Step(Deep(), torch.randn(ROWS, WIDTH), loss=lambda model, x: model(x).square().mean())
+    deep = nn.Sequential(*(Thin() for _ in range(DEPTH)))
+    step = Step(deep, torch.randn(ROWS, WIDTH), loss=lambda model, x: model(x).square().mean())
     with Tracer.from_step(step, fallback=False) as tracer:
         base = tracer.trace()
         of_kind = representatives(base.blocks())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,23 +30,13 @@ def live(model: str = TWO_LAYERS, batch_size: int = 2, seq_len: int = 16) -> Ste
     return Step(made.model, made.batch, optimizer=made.optimizer)
 
 
-class Blocks(nn.Module):
-    """Three blocks, with a batch norm in each or without."""
-
-    def __init__(self, normed: bool) -> None:
-        super().__init__()
-        blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if normed else nn.ReLU()) for _ in range(3))
-        self.layers = nn.Sequential(*blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
 def squares(out: torch.Tensor) -> torch.Tensor:
     return out.square().mean()
 
 
 def of_rows(loss: Callable[[torch.Tensor], torch.Tensor], *, normed: bool = False, **more: torch.Tensor) -> Step:
-    """A live step on four rows; ``more`` is in its batch besides."""
+    """A live step on four rows, of three blocks, ``normed`` by their batch; ``more`` is in that besides."""
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if normed else nn.ReLU()) for _ in range(3))
+    model = nn.Sequential(OrderedDict(layers=nn.Sequential(*blocks)))
     batch = {"x": torch.zeros(4, 8)} | more
-    return Step(Blocks(normed), batch, loss=lambda model, batch: loss(model(batch["x"])))
+    return Step(model, batch, loss=lambda model, batch: loss(model(batch["x"])))

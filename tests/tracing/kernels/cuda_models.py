@@ -25,20 +25,9 @@ class Block(nn.Module):
         return x + self.drop(self.out(out.transpose(1, 2).flatten(2)))
 
 
-class Model(nn.Module):
-    def __init__(self, masked: bool, rate: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(masked, rate) for _ in range(3))
-        self.to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def _made(masked: bool, rate: float, dtype: torch.dtype):
-    return Model(masked, rate, dtype).train(), torch.randn(2, LENGTH, WIDTH, dtype=dtype), lambda m, b: m(b).sum()
+    model = nn.Sequential(*(Block(masked, rate) for _ in range(3))).to(dtype)
+    return model.train(), torch.randn(2, LENGTH, WIDTH, dtype=dtype), lambda m, b: m(b).sum()
 
 
 def causal_bf16():
