@@ -105,7 +105,7 @@ def children() -> set[str]:
 
 def is_gone(pid: int) -> bool:
     """Whether a process ends within some seconds."""
-    for _ in range(100):
+    for _ in range(200):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True

@@ -18,6 +18,7 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.process import last_lines
 from autockpt.schema import RECOMPUTE, WorkloadSpec
+from tests.children import is_gone
 from tests.errors import raises
 from tests.measuring.small_workloads import FACTORY, Steps
 
@@ -42,20 +43,6 @@ def start(factory: str) -> Iterator[Callable[..., WorkerMeasurer]]:
     yield make
     for measurer in made:
         measurer.close()
-
-
-def ends(pid: int, within: float = 10.0) -> bool:
-    """Whether a process that is not our child is gone in time."""
-    until = time.monotonic() + within
-    while time.monotonic() < until:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def pid_of(measurer: WorkerMeasurer) -> int:
@@ -152,7 +139,7 @@ def test_one_of_many_processes_starts_no_worker(monkeypatch: pytest.MonkeyPatch)
 def test_resting_ends_the_worker_until_the_next_request(stand_in):
     first = pid_of(stand_in)
     stand_in.rest()
-    assert ends(first)
+    assert is_gone(first)
     assert stand_in.environment.device.name == "made up"  # known without a new worker
     assert pid_of(stand_in) != first
 
@@ -165,7 +152,7 @@ def test_silence_is_ended_and_signs_of_life_renew_patience(stand_in):
     with raises(MeasurementError):
         stand_in.call("autockpt.probe:pid", {"sleep": 600})
     assert time.monotonic() - begin < 20
-    assert ends(first)
+    assert is_gone(first)
     stand_in.patience = 60.0
     assert pid_of(stand_in) != first
 
@@ -178,7 +165,7 @@ def test_signs_of_life_do_not_renew_a_time_limit(stand_in):
         with raises(TimeLimitReached):
             stand_in.call("autockpt.probe:pid", {"beats": 600})
     assert time.monotonic() - begin < 20
-    assert ends(first)
+    assert is_gone(first)
     assert stand_in.call("autockpt.probe:pid", {"beats": 4})["pid"] != first, "afterwards there is no limit"
 
 
@@ -195,7 +182,7 @@ def test_ctrl_c_ends_the_worker(stand_in):
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         stand_in.call("autockpt.probe:pid", {"sleep": 600})
-    assert ends(first)
+    assert is_gone(first)
     assert pid_of(stand_in) != first
 
 
@@ -216,7 +203,7 @@ measurer.call("autockpt.probe:sleep", {"seconds": 600})
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert ends(pid)
+    assert is_gone(pid)
 
 
 def test_the_users_mistakes_arrive_with_their_place(start):

@@ -38,12 +38,9 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         finally:
             connection.close()
 
-    def opened(storage: str) -> Study:
-        return knobs_study(storage)
-
-    study = opened(f"sqlite:///{tmp_path / 'study.db'}")
+    study = knobs_study(f"sqlite:///{tmp_path / 'study.db'}")
     monkeypatch.setattr(study._study, "ask", commit)
-    for used in (study.ask, lambda: opened("sqlite:///x.db")):
+    for used in (study.ask, lambda: knobs_study("sqlite:///x.db")):
         with raises(RunDirectoryError) as caught:
             used()
         assert "Free space" in caught.value.remedy and "invalid" not in str(caught.value)
@@ -67,12 +64,9 @@ def test_the_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit() 
 
 @pytest.mark.slow
 def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> None:
-    def opened() -> Study:
-        return knobs_study(storage)
-
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     point = {"margin": 0.01, "recompute_price": 1.0, "offload_price": 1.0, "hidden_copies": 0.0}
-    study = opened()
+    study = knobs_study(storage)
     study.enqueue([point, {**point, "margin": 0.02}])
     number, first = study.ask()
     assert first == point
@@ -80,7 +74,7 @@ def test_points_that_nobody_asked_for_leave_no_trial_behind(tmp_path: Path) -> N
     killed = optuna.load_study(study_name="search", storage=storage)
     assert [t.state.name for t in killed.trials] == ["FAIL"]
     killed.ask()
-    opened()
+    knobs_study(storage)
     states = [t.state.name for t in optuna.load_study(study_name="search", storage=storage).trials]
     assert states == ["FAIL", "FAIL"]
 
