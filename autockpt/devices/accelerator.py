@@ -61,8 +61,8 @@ class AcceleratorDevice:
     whoever holds a budget compares it with the measured peak. Most methods open the device.
     """
 
-    keeps_memory = True
-    environment: Mapping[str, str] = {}  # allocator settings are the user's
+    keeps_memory = True  # its allocator keeps what was freed: a plan's peak is that of later cycles than the first
+    environment: Mapping[str, str] = {}  # of processes that measure there; allocator settings are the user's
 
     def __init__(self, kind: str, index: int = 0) -> None:
         self.kind = kind

@@ -1,15 +1,11 @@
-"""What the rest of the project needs from a device. A new kind of device is one file that answers these protocols."""
+"""What devices answer, and how offload moves bytes off them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
-
-from autockpt.schema.device import DeviceInfo
 
 
 @dataclass(frozen=True)
@@ -22,58 +18,6 @@ class Peak:
 
     peak_bytes: int
     allocated_bytes: int | None = None
-
-
-@runtime_checkable
-class Device(Protocol):
-    """Clocks, memory and failure of one device. Bytes and seconds throughout."""
-
-    kind: str
-    torch_device: torch.device
-    keeps_memory: bool
-    """Whether its allocator keeps what was freed, so that a plan's peak is that of later cycles than the first."""
-    environment: Mapping[str, str]
-    """Variables that a process measuring there should start with, where the user has not set them."""
-
-    def describe(self) -> DeviceInfo:
-        """What identifies the device."""
-        ...
-
-    def identity(self) -> str:
-        """What tells it from all other devices of all hosts, fit for a file name. Leaves no context."""
-        ...
-
-    def capacity(self) -> int:
-        """All its memory, in bytes."""
-        ...
-
-    def used_by_others(self) -> int:
-        """Bytes on it that this process does not hold."""
-        ...
-
-    def synchronize(self) -> None:
-        """Return when all work queued on it is done."""
-        ...
-
-    def measure_peak(self, fn: Callable[[], None], resident: int) -> Peak:
-        """Run ``fn`` once, untimed, and report its peak; ``resident`` bytes are on the device before it begins."""
-        ...
-
-    def time(self, fn: Callable[[], None]) -> float:
-        """Wall seconds of ``fn``, synchronised at both ends."""
-        ...
-
-    def out_of_memory(self, error: BaseException) -> bool:
-        """Whether ``error`` is this device saying that its memory is full."""
-        ...
-
-    def release(self) -> None:
-        """Drop caches, collect garbage and reset peaks: after running out of memory, and between trials."""
-        ...
-
-    def limit(self, budget_bytes: int | None) -> AbstractContextManager[None]:
-        """Enforce a budget as a real limit where the device can; None: no limit."""
-        ...
 
 
 class OffloadHandle:
@@ -123,7 +67,6 @@ class OffloadHandle:
         """Have the current compute queue wait for the copy to ``back``. Called for every user."""
 
 
-@runtime_checkable
 class Transport(Protocol):
     """How offload moves bytes off a device and back.
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.profiler import profile
@@ -27,51 +27,6 @@ from autockpt.schema.device import DeviceInfo
 
 # Version 1 writes "no limit" as a number near 2**63; nothing real is that large.
 _UNLIMITED = 1 << 60
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Reads /proc and the control groups; the roots can be replaced in tests. What is unknown falls back on less."""
-
-    proc: Path = Path("/proc")
-    cgroup: Path = Path("/sys/fs/cgroup")
-
-    def capacity(self) -> int:
-        """Physical memory, or the least limit of the control groups this process is in, if that is smaller."""
-        return min([self._physical(), *(limit for limit, _ in self._groups())])
-
-    def free(self) -> int:
-        """What could still be allocated: available memory, and no more than is left under any control group's limit."""
-        available = self._meminfo().get("MemAvailable", self._physical())
-        return max(0, min([available, *(limit - used for limit, used in self._groups())]))
-
-    def own(self) -> int:
-        """Anonymous memory that this process holds; file pages are not counted, since the system can drop them."""
-        fields = _fields(self.proc / "self" / "status")
-        return fields.get("RssAnon", fields.get("VmRSS", 0))
-
-    def used_by_others(self) -> int:
-        """Bytes of the capacity that are neither free nor this process's own."""
-        return max(0, self.capacity() - self.free() - self.own())
-
-    def _physical(self) -> int:
-        total = self._meminfo().get("MemTotal")
-        return total if total is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def _meminfo(self) -> dict[str, int]:
-        return _fields(self.proc / "meminfo")
-
-    def _groups(self) -> Iterator[tuple[int, int]]:
-        """(limit, used) of every control group with a memory limit around this process, both hierarchy versions."""
-        for line in _text(self.proc / "self" / "cgroup").splitlines():
-            _, _, rest = line.partition(":")
-            controllers, _, path = rest.partition(":")
-            if not controllers:
-                for root in (self.cgroup, self.cgroup / "unified"):
-                    yield from _limits(root, path, "memory.max", "memory.current")
-            elif "memory" in controllers.split(","):
-                root = self.cgroup / "memory"
-                yield from _limits(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _limits(root: Path, path: str, limit_name: str, usage_name: str) -> Iterator[tuple[int, int]]:
@@ -118,8 +73,10 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_MMAP_THRESHOLD_":
 _OUT_OF_MEMORY = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "bad_alloc")
 
 
+@dataclass(frozen=True)
 class CpuDevice:
-    """Host memory and host clocks.
+    """Host memory and host clocks. Memory is read from /proc and the control groups, whose roots can be replaced in
+    tests; what is unknown falls back on less.
 
     The peak is what PyTorch's CPU allocator held. Not in it: memory-mapped files (what the offload choice writes to,
     and mapped weights, unless the caller counts their storages as resident), and scratch memory that math libraries
@@ -130,10 +87,9 @@ class CpuDevice:
     kind = "cpu"
     torch_device = torch.device("cpu")
     keeps_memory = False
-    environment: Mapping[str, str] = KEEP_MEMORY
-
-    def __init__(self, index: int = 0) -> None:
-        self._memory = HostMemory()
+    environment: ClassVar[Mapping[str, str]] = KEEP_MEMORY
+    proc: Path = Path("/proc")
+    cgroup: Path = Path("/sys/fs/cgroup")
 
     def identity(self) -> str:
         """The host, and the cores that this process may run on."""
@@ -147,12 +103,22 @@ class CpuDevice:
         )
 
     def capacity(self) -> int:
-        """Physical memory in bytes, or the control group's limit if that is less."""
-        return self._memory.capacity()
+        """Physical memory, or the least limit of the control groups this process is in, if that is smaller."""
+        return min([self._physical(), *(limit for limit, _ in self._groups())])
+
+    def free(self) -> int:
+        """What could still be allocated: available memory, and no more than is left under any control group's limit."""
+        available = self._meminfo().get("MemAvailable", self._physical())
+        return max(0, min([available, *(limit - used for limit, used in self._groups())]))
+
+    def own(self) -> int:
+        """Anonymous memory that this process holds; file pages are not counted, since the system can drop them."""
+        fields = _fields(self.proc / "self" / "status")
+        return fields.get("RssAnon", fields.get("VmRSS", 0))
 
     def used_by_others(self) -> int:
-        """Bytes of the capacity that other processes hold."""
-        return self._memory.used_by_others()
+        """Bytes of the capacity that are neither free nor this process's own."""
+        return max(0, self.capacity() - self.free() - self.own())
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -194,6 +160,25 @@ class CpuDevice:
     def limit(self, budget_bytes: int | None) -> AbstractContextManager[None]:
         """No real limit exists on the CPU: whoever holds a budget compares it with the measured peak."""
         return nullcontext()
+
+    def _physical(self) -> int:
+        total = self._meminfo().get("MemTotal")
+        return total if total is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def _meminfo(self) -> dict[str, int]:
+        return _fields(self.proc / "meminfo")
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        """(limit, used) of every control group with a memory limit around this process, both hierarchy versions."""
+        for line in _text(self.proc / "self" / "cgroup").splitlines():
+            _, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if not controllers:
+                for root in (self.cgroup, self.cgroup / "unified"):
+                    yield from _limits(root, path, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                root = self.cgroup / "memory"
+                yield from _limits(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def waited_for_core() -> float | None:

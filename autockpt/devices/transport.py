@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from autockpt.devices.base import Transport
-from autockpt.devices.cpu import HostMemory
+from autockpt.devices.cpu import CpuDevice
 from autockpt.devices.disk import CpuTransport, DiskTransport, staging_bytes
 from autockpt.devices.hostpool import AreaBytes, HostUse, Piece, Pool, file_area, pinned_area
 from autockpt.devices.streams import AcceleratorQueues, CudaQueues, StreamTransport
@@ -120,7 +120,7 @@ def said_of_host(environment: Environment, host_bytes: int, host_budget: int | N
     if (device := environment.versions.get("simulated")) is not None:
         there = f"What the host of a {device} has is not described: check that it has as much free."
     else:
-        host = HostMemory()
+        host = CpuDevice()
         there = f"This host has {format_binary(host.capacity())}, of which {format_binary(host.free())} are free now."
     bound = "--host-budget bounds it." if host_budget is None else f"--host-budget allows {format_binary(host_budget)}."
     return (f"Offloading takes {format_binary(host_bytes)} of {how} in each process. {there} {bound}",)

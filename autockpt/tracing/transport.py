@@ -32,16 +32,16 @@ class RecordingHandle(OffloadHandle):
 
     def __init__(self, transport: RecordingTransport, source: torch.Tensor) -> None:
         super().__init__(source)
-        self._recorder, self._tier = transport.recorder, transport.tier
+        self._recorder = transport.recorder
         self._module = self._recorder.location.module  # what comes back belongs where it was
-        self._out = self._recorder.copy_issued("out", self.nbytes, self._module, self._tier)
+        self._out = self._recorder.copy_issued("out", self.nbytes, self._module, transport.tier)
         self._made_again = transport.keep(source)
 
     def _wait_until_left(self) -> None:
         self._out.awaited = self._recorder.log.clock
 
     def _bring_back(self) -> torch.Tensor:
-        self._in = self._recorder.copy_issued("in", self.nbytes, self._module, self._tier)
+        self._in = self._recorder.copy_issued("in", self.nbytes, self._module, self._out.tier)
         return self._made_again()
 
     def _wait_until_back(self, back: torch.Tensor) -> None:

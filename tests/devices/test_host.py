@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autockpt.devices.cpu import HostMemory
+from autockpt.devices.cpu import CpuDevice
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -15,7 +15,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 def system(tmp_path: Path):
     """Writes files below a made-up root and reads memory from there: 8 GiB in all, 6 GiB available, 1 GiB own."""
 
-    def make(files: dict[str, str]) -> HostMemory:
+    def make(files: dict[str, str]) -> CpuDevice:
         basis = {
             "proc/meminfo": f"MemTotal: {8 * GIB // KIB} kB\nMemAvailable: {6 * GIB // KIB} kB\nHugePages_Total: 0\n",
             "proc/self/status": f"Name: python\nVmRSS: {3 * GIB // KIB} kB\nRssAnon: {GIB // KIB} kB\n",
@@ -24,7 +24,7 @@ def system(tmp_path: Path):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return HostMemory(proc=tmp_path / "proc", cgroup=tmp_path / "cgroup")
+        return CpuDevice(proc=tmp_path / "proc", cgroup=tmp_path / "cgroup")
 
     return make
 
@@ -70,7 +70,7 @@ def test_version_1_limit_and_its_way_of_writing_none(system):
 
 
 def test_this_machine_has_memory_and_this_process_some_of_it():
-    memory = HostMemory()
+    memory = CpuDevice()
     assert 0 < memory.own() < memory.capacity()
     assert 0 < memory.free() <= memory.capacity()
     assert memory.used_by_others() >= 0

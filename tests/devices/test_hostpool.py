@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_what_is_foretold_by_hand():
     assert host_bytes_of([], "cuda") == 0
     back = Copy(direction="in", bytes=MIB, issued=3, awaited=3)
     assert host_bytes_of([*two, back], "cuda") == 20 * MIB
-    disk = [copy.model_copy(update={"tier": "disk"}) for copy in two]
+    disk = [replace(copy, tier="disk") for copy in two]
     assert host_bytes_of(disk, "cuda") == 32 * MIB  # two parts
     assert host_bytes_of(disk, "cpu") == host_bytes_of(two, "cpu") == AREA_BYTES  # one and the same file
 
