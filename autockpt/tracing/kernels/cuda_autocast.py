@@ -1,10 +1,10 @@
 """CUDA's autocast for ghosts on the CPU: which ops cast to 16 bit, which to fp32, as the card would.
 
-The two devices differ: CUDA computes norms, softmax, sums, powers and losses in fp32, the CPU in 16 bit. The lists are
-those of ``aten/src/ATen/autocast_mode.h`` (``AT_FORALL_LOWER_PRECISION_FP``, ``AT_FORALL_FP32``,
-``AT_FORALL_FP32_SET_OPT_DTYPE``, ``AT_FORALL_PROMOTE``) of torch 2.11 to 2.15, the same as in the documentation of
-``torch.amp``, with what is registered beside them: ``_cudnn_rnn`` in builds with cuDNN, ``linalg_matrix_sqrth`` since
-2.15. They take the place of the CPU's kernels in the dispatcher, so that ops inside of ops are seen as well.
+The two devices differ: CUDA computes norms, softmax, sums, powers and losses in fp32, the CPU in 16 bit. The dispatcher
+knows which ops CUDA casts, in builds without CUDA as well. The lists here are those of
+``aten/src/ATen/autocast_mode.h`` (``AT_FORALL_LOWER_PRECISION_FP``, ``AT_FORALL_PROMOTE``) of torch 2.11 to 2.15, with
+``_cudnn_rnn``, which only builds with cuDNN register; all others are cast to fp32, or give it where they take a type.
+These kernels take the place of the CPU's in the dispatcher, so that ops inside of ops are seen as well.
 """
 
 from __future__ import annotations
@@ -29,24 +29,10 @@ LOWER_PRECISION = frozenset(
     "rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution "
     "cudnn_convolution_transpose _cudnn_rnn".split()
 )
-FP32 = frozenset(
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "  # noqa: SIM905
-    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
-    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
-    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss "
-    "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
-    "logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
-    "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim "
-    "linalg_matrix_sqrth".split()
-)
-FP32_RESULT = frozenset(
-    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "  # noqa: SIM905
-    "linalg_matrix_norm.str_ord sum sum.dim_IntList".split()
-)
 PROMOTE = frozenset(
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()  # noqa: SIM905
 )
+_REFUSED = "binary_cross_entropy"  # by CUDA
 # Of the CPU's own: the same cast as CUDA's of the op that they end in, with the CPU's cache.
 _LEFT = frozenset({"conv1d.padding", "conv2d.padding", "conv3d.padding"})
 
@@ -85,12 +71,13 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _register(library: torch.library.Library) -> None:
-    known = overloads(_KEY)
-    on_cuda = LOWER_PRECISION | FP32 | FP32_RESULT | PROMOTE
+    known, on_cuda = overloads(_KEY), overloads("AutocastCUDA") - {_REFUSED} | LOWER_PRECISION
+    fp32 = on_cuda - LOWER_PRECISION - PROMOTE
+    typed = frozenset(n for n in fp32 if any(a.name == "dtype" for a in _overload(n)._schema.arguments))
     makers: tuple[tuple[frozenset[str], Callable[[Any], Callable[..., Any]]], ...] = (
         (LOWER_PRECISION - known, lambda op: _casting(op, _lower)),
-        (FP32, lambda op: _casting(op, lambda tensors: torch.float32)),
-        (FP32_RESULT, _with_fp32_result),
+        (fp32 - typed, lambda op: _casting(op, lambda tensors: torch.float32)),
+        (typed, _with_fp32_result),
         (PROMOTE, lambda op: _casting(op, _widest)),
         (known - on_cuda - _LEFT, lambda op: torch.library.fallthrough_kernel),  # cast on the CPU only
     )
