@@ -73,7 +73,7 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_MMAP_THRESHOLD_":
 _OUT_OF_MEMORY = ("can't allocate memory", "DefaultCPUAllocator: not enough memory", "bad_alloc")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CpuDevice:
     """Host memory and host clocks. Memory is read from /proc and the control groups, whose roots can be replaced in
     tests; what is unknown falls back on less.

@@ -22,6 +22,7 @@ from autockpt.interpreter import frozen, waiting
 from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
+from autockpt.measuring.snapshot import structure_of
 from autockpt.measuring.statistics import noise
 from autockpt.policies.offload import MOVING
 from autockpt.runtime import Session, attach, without_kv_cache
@@ -59,7 +60,8 @@ class StepRunner:
     def __post_init__(self) -> None:
         self._seed = self.workload.spec.seed if self.workload.spec is not None else 0
         self._freezer = Freezer()
-        self._states = OptimizerStates(self.workload.optimizer)
+        optimizer = self.workload.optimizer
+        self._states = [] if optimizer is None else [*structure_of(optimizer.state)]
         self._sessions: dict[str, Session] = {}  # by plan, set aside until it is attached again
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
@@ -185,7 +187,7 @@ class StepRunner:
         """
         if self.device.keeps_memory:
             self._steady = False
-            self._states.take_back()
+            self._take_back_states()
         self.device.release()
         self._freezer.freeze()
         with ExitStack() as stack:
@@ -258,10 +260,15 @@ class StepRunner:
         for _ in range(count):
             self.workload.cycle()
 
+    def _take_back_states(self) -> None:
+        """Leave the optimizer with the states that it had when this was made."""
+        for undo in reversed(self._states):
+            undo()
+
     def _tidy(self) -> None:
         """Leave the workload as between two cycles, wherever the last one broke off."""
         if not self._steady:
-            self._states.take_back()
+            self._take_back_states()
         # a cycle that broke off before its update has unscaled already
         getattr(self.workload.scaler, "_per_optimizer_states", {}).clear()
         self.workload.release_gradients()
@@ -330,23 +337,3 @@ def garbage_held() -> Iterator[None]:
     gc.collect()
     with waiting():
         yield
-
-
-class OptimizerStates:
-    """Which states an optimizer had before a cycle; those that a failed cycle left half made can be taken out again."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
-        state = {} if optimizer is None else optimizer.state
-        self._keys = {id(key): set(value) for key, value in state.items() if isinstance(value, dict)}
-
-    def take_back(self) -> None:
-        """Remove every state that was not there when this was made."""
-        if self._optimizer is None:
-            return
-        for key, value in list(self._optimizer.state.items()):
-            if id(key) not in self._keys:
-                del self._optimizer.state[key]
-            elif isinstance(value, dict):
-                for name in set(value) - self._keys[id(key)]:
-                    del value[name]

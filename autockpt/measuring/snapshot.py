@@ -39,7 +39,7 @@ class Snapshot:
             for undo in _parked_gradients(workload):
                 self._undo.append(undo)
             for root in roots:
-                self._undo.extend(_structure(root))
+                self._undo.extend(structure_of(root))
             for item in workload.snapshot:
                 self._undo.extend(_own_state(item))
         except (MemoryError, RuntimeError) as error:
@@ -85,7 +85,7 @@ def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return storage.clone() if storage.device.type == "cpu" else storage.cpu()
 
 
-def _structure(root: Any) -> Iterator[Undo]:
+def structure_of(root: Any) -> Iterator[Undo]:
     """Which objects hang where: states made during steps go, tensors replaced during steps come back."""
     seen, homes = set[int](), [root]
     if isinstance(root, nn.Module):  # memory banks, counts and metrics are in containers among their attributes
@@ -97,7 +97,7 @@ def _structure(root: Any) -> Iterator[Undo]:
 
 
 def _own_state(item: Any) -> Iterator[Undo]:
-    """The state of an object that knows how to give and take it, where ``_structure`` does not know its inside."""
+    """The state of an object that knows how to give and take it, where ``structure_of`` does not know its inside."""
     if isinstance(item, (Tensor, nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, dict, list)):
         return
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
