@@ -26,14 +26,7 @@ def test_a_model_by_name_is_planned_explained_and_reported(
 ) -> None:
     monkeypatch.setattr(explaining, "SearchSpace", lambda: SearchSpace(choices=FEW))
     plan = autockpt.search(
-        "llama-tiny",
-        budget="60%act",
-        hardware="rtx4090",
-        trials=1,
-        choices=FEW,
-        out=tmp_path,
-        progress=False,
-        **JOB,
+        "llama-tiny", budget="60%act", hardware="rtx4090", trials=1, choices=FEW, out=tmp_path, progress=False, **JOB
     )
     assert plan.status == "simulated"
     assert plan.workload is not None and plan.workload.batch_size == 4
@@ -64,11 +57,7 @@ def test_a_live_step_gets_micro_batch_progress_and_pages(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("asked", "word"),
-    [
-        ({"hardware": "rtx4090"}, "hardware="),
-        ({"batch_size": 2}, "batch_size="),
-    ],
+    ("asked", "word"), [({"hardware": "rtx4090"}, "hardware="), ({"batch_size": 2}, "batch_size=")]
 )
 def test_what_does_not_go_with_a_live_step_is_refused_by_name(asked: dict[str, Any], word: str) -> None:
     step = autockpt.Step(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda model, batch: model(batch).sum())
@@ -83,7 +72,5 @@ def test_what_is_no_step_is_an_error_with_a_remedy() -> None:
         autockpt.trace("llama-tiny")  # type: ignore[arg-type]
     with raises(UsageError, "batchsize", "batch_size"):
         autockpt.search("llama-tiny", budget="1GB", hardware="rtx4090", progress=False, batchsize=2)
-    with raises(UsageError, "--hardware rtx4090", "--device cpu"):
-        autockpt.explain(model="llama-tiny", hardware="rtx4090", device="cpu")
     with raises(UsageError, "model="):
         autockpt.explain(budget="1GB")

@@ -12,7 +12,7 @@ from autockpt.schema.plan import Plan
 from autockpt.schema.runs import RunDirectory, plan_at, plan_file
 from tests.analysis import samples
 from tests.errors import raises
-from tests.samples import console, trial
+from tests.samples import printed, trial
 
 
 def make_run(root: Path, budget: str = "60%") -> RunDirectory:
@@ -96,13 +96,6 @@ def test_names_cannot_drive_the_terminal(autockpt, tmp_path: Path) -> None:
     assert "\x1b" not in autockpt("history", run.path.name, "--json").out
 
 
-def test_what_is_no_run_is_a_usage_error(autockpt, tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    for arguments in ((), ("nothing",), (str(tmp_path),)):
-        result = autockpt("history", *arguments)
-        assert result.code == 2 and result.err.startswith("autockpt: ") and not result.out
-
-
 def test_a_trial_in_full(autockpt, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     first = trial(1)
@@ -140,11 +133,6 @@ def test_a_run_by_path_or_name_becomes_a_page(autockpt, tmp_path: Path) -> None:
     assert autockpt("history", str(run.path), "--page", "--json").json == {"page": str(run.path / "report.html")}
 
 
-def test_a_trial_is_one_of_a_run(autockpt, tmp_path: Path) -> None:
-    make_run(tmp_path / "results")
-    assert autockpt("history", "--trial", "1").code == 2
-
-
 def test_a_folder_becomes_a_page_that_links_to_its_runs(autockpt, tmp_path: Path) -> None:
     run, named = samples.make_run(tmp_path / "runs" / "cards"), make_run(tmp_path / "runs" / "other", "20%")
     named.write_outlook(Outlook(infeasible="nothing fits <20%>"))
@@ -156,6 +144,11 @@ def test_a_folder_becomes_a_page_that_links_to_its_runs(autockpt, tmp_path: Path
     assert page.count("<tr>") == 3 and "http" not in page.replace("http-equiv", "")
 
 
+def test_a_trial_is_one_of_a_run(autockpt, tmp_path: Path) -> None:
+    make_run(tmp_path / "results")
+    assert autockpt("history", "--trial", "1").code == 2
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_trials_and_their_front(width: int) -> None:
     trials = [
@@ -164,10 +157,8 @@ def test_trials_and_their_front(width: int) -> None:
         trial(2, state="out_of_memory", feasible=False, measured=None),
         trial(4, feasible=False, state="over_budget"),
     ]
-    screen, raw = console(width)
-    print_table(trials, [trials[1]], screen)
-    print_table([trial(5, choices={f"h.{i}": RECOMPUTE for i in range(100)})], [], screen)
-    text = raw.getvalue().decode()
+    text = printed(print_table, trials, [trials[1]], width=width)
+    text += printed(print_table, [trial(5, choices={f"h.{i}": RECOMPUTE for i in range(100)})], [], width=width)
     lines = text.splitlines()
     assert all(len(line) <= width for line in lines) and "…" not in text
     assert next(line for line in lines if line.startswith("*")).split()[1] == "1"

@@ -83,13 +83,6 @@ def test_gpus_that_train_side_by_side_share_the_link_to_their_host() -> None:
         of_host_with(load_hardware("gh200"), 4)
 
 
-@pytest.mark.parametrize("name", ["rtx4900", "RTX 4090", "rtx-4090"])
-def test_the_nearest_name_is_offered(name: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_hardware(name)
-    assert "Did you mean rtx4090?" in str(caught.value)
-
-
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text((ROOT / "search_spaces" / "hardware" / "h100.yaml").read_text())

@@ -62,14 +62,11 @@ def test_bad_files(tmp_path: Path, data: object) -> None:
         find(write(tmp_path / "c.json", data))
 
 
-@pytest.mark.parametrize("name", ["no/such/file.json", "./nothing", "/nothing", "two words", "~nobody"])
-def test_paths_to_nothing(name: str) -> None:
-    with pytest.raises(WorkloadError):
-        find(name)
+NOWHERE = ["no/such/file.json", "./nothing", "/nothing", "two words", "~nobody"]
 
 
-@pytest.mark.parametrize("name", ["lama-tiny", "LLAMA-8B", "nobody/nothing", "something-else-entirely"])
-def test_unknown_names(name: str) -> None:
+@pytest.mark.parametrize("name", [*NOWHERE, "lama-tiny", "LLAMA-8B", "nobody/nothing", "something-else-entirely"])
+def test_paths_to_nothing_and_unknown_names(name: str) -> None:
     with pytest.raises(WorkloadError):
         find(name)
 
