@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from autockpt.schema import (
     ResolvedBudget,
     SearchOutcome,
     Storage,
-    StorageKind,
     Trial,
     Unit,
     Verdict,
@@ -46,6 +46,13 @@ def console(width: int = 80) -> tuple[Console, io.BytesIO]:
     raw = io.BytesIO()
     text = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
     return Console(file=text, width=width, highlight=False, markup=False, emoji=False), raw
+
+
+def printed(show: Callable[..., None], *what: Any, width: int = 80) -> str:
+    """What ``show`` prints of it on a console."""
+    screen, raw = console(width)
+    show(*what, screen)
+    return raw.getvalue().decode()
 
 
 def environment(kind: str = "cpu", capacity_bytes: int = 1 << 40, **device: Any) -> Environment:
@@ -120,65 +127,12 @@ def trial(number: int, **changes: object) -> Trial:
     return Trial.model_validate(data | changes)
 
 
-class GraphBuilder:
-    """Writes a graph op by op; storages live from their op to a given one."""
-
-    def __init__(self, units: tuple[Unit, ...], resident: int) -> None:
-        self.units, self.resident = units, resident
-        self.ops: list[Op] = []
-        self.storages: list[Storage] = []
-
-    def op(
-        self,
-        module: str,
-        phase: Phase,
-        *,
-        size: int = 0,
-        until: int | None = None,
-        reads: tuple[int, ...] = (),
-        flops: int = 0,
-        kind: StorageKind = "activation",
-    ) -> int:
-        """Append an op; returns the id of the storage it makes. ``until`` is the last op that needs it."""
-        index = len(self.ops)
-        unit = next((u.name for u in self.units if u.role == "block" and f"{module}.".startswith(f"{u.name}.")), None)
-        made = len(self.storages)
-        outputs = ()
-        if size:
-            self.storages.append(Storage(id=made, bytes=size, birth=index, death=until, kind=kind, unit=unit))
-            outputs = (TensorMeta(shape=(size,), stride=(1,), dtype="uint8", storage=made),)
-        self.ops.append(
-            Op(
-                index=index,
-                target="aten.mm.default",
-                phase=phase,
-                module=module,
-                unit=unit,
-                signature=0,
-                flops=flops,
-                inputs=reads,
-                outputs=outputs,
-            )
-        )
-        return made
-
-    def graph(self) -> Graph:
-        return Graph(
-            resident_bytes=self.resident,
-            signatures=(MATMUL,),
-            work=(Work("matrix", "mm"),),
-            ops=tuple(self.ops),
-            storages=tuple(self.storages),
-            units=self.units,
-            notes=("experts are assumed balanced",),
-        )
-
-
 def small_graph() -> Graph:
     """Two equal blocks with an MLP each, an embedding, a mask both blocks read, a loss, an optimizer step.
 
     Each block keeps 100 (attention) + 40 (MLP) bytes; its output of 10 bytes is the next one's input.
     """
+    ops, storages = list[Op](), list[Storage]()
     units = tuple(
         u
         for i in range(2)
@@ -187,17 +141,35 @@ def small_graph() -> Graph:
             Unit(name=f"h.{i}.mlp", cls="MLP", kind=1, role="mlp", parent=f"h.{i}"),
         )
     )
-    b = GraphBuilder(units, resident=1000)
+
+    def op(module: str, phase: Phase, size: int, until: int, *reads: int, flops: int = 0, **more: Any) -> int:
+        """Append an op; returns the id of the storage it makes. ``until`` is the last op that needs it."""
+        index, made = len(ops), len(storages)
+        block = module[:3] if module.startswith("h.") else None
+        storages.append(Storage(id=made, bytes=size, birth=index, death=until, unit=block, **more))
+        out = TensorMeta(shape=(size,), stride=(1,), dtype="uint8", storage=made)
+        data = {"index": index, "target": "aten.mm.default", "phase": phase, "module": module, "unit": block}
+        ops.append(Op(**data, signature=0, flops=flops, inputs=reads, outputs=(out,)))
+        return made
+
     last = 12
-    x = b.op("embed", "forward", size=10, until=last)
-    mask = b.op("", "forward", size=7, until=last)
+    x = op("embed", "forward", 10, last)
+    mask = op("", "forward", 7, last)
     for i in range(2):
-        inner = b.op(f"h.{i}.attn", "forward", size=100, until=last - i, reads=(x, mask), flops=30)
-        b.op(f"h.{i}.attn", "forward", size=500, until=len(b.ops), reads=(inner,))
-        hidden = b.op(f"h.{i}.mlp.up", "forward", size=40, until=last - i, reads=(inner,), flops=20)
-        x = b.op(f"h.{i}", "forward", size=10, until=last, reads=(hidden,))
-    b.op("head", "forward", size=5, until=11, reads=(x,), flops=10)
-    b.op("h.1.attn", "backward", size=900, until=11, flops=60, kind="gradient")
-    b.op("h.0.attn", "recompute", size=3, until=12, flops=60)
-    b.op("", "optimizer", size=50, until=13, kind="optimizer")
-    return b.graph()
+        inner = op(f"h.{i}.attn", "forward", 100, last - i, x, mask, flops=30)
+        op(f"h.{i}.attn", "forward", 500, len(ops), inner)
+        hidden = op(f"h.{i}.mlp.up", "forward", 40, last - i, inner, flops=20)
+        x = op(f"h.{i}", "forward", 10, last, hidden)
+    op("head", "forward", 5, 11, x, flops=10)
+    op("h.1.attn", "backward", 900, 11, flops=60, kind="gradient")
+    op("h.0.attn", "recompute", 3, 12, flops=60)
+    op("", "optimizer", 50, 13, kind="optimizer")
+    return Graph(
+        resident_bytes=1000,
+        signatures=(MATMUL,),
+        work=(Work("matrix", "mm"),),
+        ops=tuple(ops),
+        storages=tuple(storages),
+        units=units,
+        notes=("experts are assumed balanced",),
+    )

@@ -49,15 +49,21 @@ def test_the_surface_stays_small() -> None:
     assert len([name for name in package.__all__ if name != "__version__"]) <= 11
 
 
-def test_a_mistyped_verb_names_the_nearest(autockpt) -> None:
-    result = autockpt("serch")
-    assert result.code == 2 and "search" in result.err
-
-
-@pytest.mark.parametrize("arguments", [("search", "--budgt", "24GB"), ("search", "--trials", "0"), ("verify",)])
-def test_wrong_options_are_usage_errors(autockpt, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("serch",), "search"),
+        (("search", "--budgt", "24GB"), "--budget"),
+        (("search", "--trials", "0"), "--trials"),
+        (("verify",), "PLAN"),
+        (("export", "plan.yaml"), "Missing option '--to'"),
+        (("search", "--model", "llama-tiny", "--budget", "1GB", "--batch-size", "auto"), "--batch-size.* integer"),
+        (("search", "--model", "llama-tiny", "--budget", "1GB", "--batch-size", "0"), "--batch-size.* 1"),
+    ],
+)
+def test_wrong_words_are_usage_errors_that_name_what_is_meant(autockpt, arguments: tuple[str, ...], named: str) -> None:
     result = autockpt(*arguments)
-    assert result.code == 2 and result.err and not result.out
+    assert result.code == 2 and re.search(named, result.err) and not result.out
 
 
 def test_the_version(autockpt) -> None:
@@ -82,14 +88,3 @@ def test_help_groups_options_alike_in_every_verb(autockpt) -> None:
     assert all(len(told) == 1 for told in shared.values()), shared
     titles = autockpt("search", "--help").out
     assert all(f"{title}:" in titles for title in PANELS)
-
-
-@pytest.mark.parametrize(("value", "named"), [("auto", "integer"), ("0", "1")])
-def test_a_value_that_does_not_fit_names_its_option(autockpt, value: str, named: str) -> None:
-    result = autockpt("search", "--model", "llama-tiny", "--budget", "1GB", "--batch-size", value)
-    assert result.code == 2 and "--batch-size" in result.err and named in result.err
-
-
-def test_what_is_missing_is_named(autockpt) -> None:
-    result = autockpt("export", "plan.yaml")
-    assert result.code == 2 and result.err.rstrip().endswith("Missing option '--to'.")

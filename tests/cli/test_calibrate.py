@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from autockpt.cost import calibrate
-from autockpt.errors import DeviceOutOfMemory
 from autockpt.schema.hardware import Hardware
 from autockpt.shipped import load_hardware
 
@@ -46,12 +45,3 @@ def test_an_earlier_file_is_kept(autockpt, measured: list[Any], tmp_path: Path) 
 def test_nothing_is_measured_in_vain(autockpt, measured: list[Any], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert autockpt("calibrate", "--out", "file").code == 2 and not measured
-
-
-def test_failures_are_explained(autockpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise DeviceOutOfMemory("the device is full", remedy="Wait.")
-
-    monkeypatch.setattr(calibrate, "measure_in_child", full)
-    result = autockpt("calibrate", "--device", "cpu")
-    assert (result.code, result.error) == (4, "memory.device")

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import io
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from rich.console import Console
 
 from autockpt.analysis import diagnose as diagnosing
 from autockpt.analysis.diagnose import Diagnosis, advice_of, verdict_of
@@ -15,7 +12,7 @@ from autockpt.analysis.oom_log import read_text
 from autockpt.cli.diagnose import print_diagnosis
 from autockpt.schema import WorkloadSpec
 from tests.analysis.logs import FORWARD, message
-from tests.samples import outcome
+from tests.samples import printed
 
 GIB = 2**30
 
@@ -36,42 +33,19 @@ def _base() -> Diagnosis:
     )
 
 
-def planned() -> Diagnosis:
-    """A diagnosis with a plan."""
-    return _base().model_copy(update={"outcome": outcome()})
-
-
 def no_plan_fits() -> Diagnosis:
     return _base().model_copy(update={"refusal": "nothing fits 24 GiB\nUse a smaller batch."})
 
 
-def shown(said: Diagnosis, width: int = 120) -> str:
-    out = io.StringIO()
-    print_diagnosis(said, Console(file=out, width=width, color_system=None))
-    return out.getvalue()
-
-
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    assert max(map(len, shown(no_plan_fits(), width).splitlines())) <= width
-
-
-class Asked:
-    """Stands for the package that simulates; remembers questions."""
-
-    def __init__(self) -> None:
-        self.questions: list[SimpleNamespace] = []
-        self.answer: Diagnosis = planned()
-
-    def diagnose(self, log: Any, spec: Any, **options: Any) -> Diagnosis:
-        self.questions.append(SimpleNamespace(log=log, spec=spec, **options))
-        return self.answer
+    assert max(map(len, printed(print_diagnosis, no_plan_fits(), width=width).splitlines())) <= width
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    stand_in = Asked()
-    monkeypatch.setattr(diagnosing, "diagnose", stand_in.diagnose)
+def asked(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stands for the package that simulates."""
+    monkeypatch.setattr(diagnosing, "diagnose", stand_in := Mock(return_value=_base()))
     return stand_in
 
 
@@ -82,30 +56,28 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_job_is_described_as_for_a_search(autockpt, asked: Asked, log: Path) -> None:
+def test_the_job_is_described_as_for_a_search(autockpt, asked: Mock, log: Path) -> None:
     result = autockpt("diagnose", "run.log", "-m", "gpt2", "-b", "2", "--seq-len", "64")
     assert result.code == 0, result.err
-    (question,) = asked.questions
-    assert question.spec == WorkloadSpec(model="gpt2", batch_size=2, seq_len=64)
-    assert question.log.failure.tried
+    log, spec = asked.call_args.args
+    assert spec == WorkloadSpec(model="gpt2", batch_size=2, seq_len=64) and log.failure.tried
 
 
-def test_the_device_and_the_plan_are_named(autockpt, asked: Asked, log: Path) -> None:
+def test_the_device_and_the_plan_are_named(autockpt, asked: Mock, log: Path) -> None:
     result = autockpt("diagnose", "run.log", "-m", "gpt2", "--hardware", "h100", "--plan-out", "p.yaml")
     assert result.code == 0, result.err
-    (question,) = asked.questions
-    assert question.hardware.name == "h100"
-    assert question.plan_out == Path("p.yaml")
+    options = asked.call_args.kwargs
+    assert options["hardware"].name == "h100" and options["plan_out"] == Path("p.yaml")
 
 
-def test_where_no_plan_fits_the_exit_code_is_3(autockpt, asked: Asked, log: Path) -> None:
-    asked.answer = no_plan_fits()
+def test_where_no_plan_fits_the_exit_code_is_3(autockpt, asked: Mock, log: Path) -> None:
+    asked.return_value = no_plan_fits()
     result = autockpt("diagnose", "run.log", "--model", "gpt2")
     assert result.code == 3 and "nothing fits 24 GiB" in result.out
 
 
-def test_an_unbuildable_model_is_an_error_beside_the_log(autockpt, asked: Asked, log: Path) -> None:
-    asked.answer = Diagnosis(
+def test_an_unbuildable_model_is_an_error_beside_the_log(autockpt, asked: Mock, log: Path) -> None:
+    asked.return_value = Diagnosis(
         log=read_text(message()), verdict="GPU 0 ran out.", unprescribed="there is no model x\nName another."
     )
     result = autockpt("diagnose", "run.log", "--model", "x")

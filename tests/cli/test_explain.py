@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -13,23 +13,7 @@ from autockpt.cli.explain import print_explanation, print_ops, sparklines
 from autockpt.schema import SAVE, DeviceInfo, Environment, Graph, Plan, Prediction, ResolvedBudget, Unit, WorkloadSpec
 from autockpt.schema.runs import plan_at
 from tests.analysis.samples import make_run
-from tests.samples import console, small_graph
-
-
-class Asked:
-    """Stands for the package that computes; remembers questions."""
-
-    def __init__(self, answer: Explanation) -> None:
-        self.questions: list[Any] = []
-        self.plans: list[Any] = []
-        self.limited: list[bool] = []
-        self.answer = answer
-
-    def explain(self, request: Any, listener: Any, plan: Any, path: Any, *, any_budget: bool) -> Any:
-        self.questions.append(request)
-        self.plans.append((plan, path))
-        self.limited.append(not any_budget)
-        return self.answer
+from tests.samples import printed, small_graph
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +26,9 @@ def explanation(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, explanation: Explanation) -> Asked:
-    stand_in = Asked(explanation)
-    monkeypatch.setattr("autockpt.analysis.explain.explain_step", stand_in.explain)
+def asked(monkeypatch: pytest.MonkeyPatch, explanation: Explanation) -> Mock:
+    """Stands for the package that computes."""
+    monkeypatch.setattr("autockpt.analysis.explain.explain_step", stand_in := Mock(return_value=explanation))
     return stand_in
 
 
@@ -63,67 +47,68 @@ def simulated_for(card: str, budget: ResolvedBudget | None = None) -> Plan:
     )
 
 
-def test_a_budget_is_explained(autockpt, asked: Asked) -> None:
+def test_a_budget_is_explained(autockpt, asked: Mock) -> None:
     result = autockpt("explain", "--model", "llama-tiny", "-b", "2", "--budget", "24GB")
     assert result.code == 0, result.err
     assert "Where the bytes go" in result.out and "Why this plan" in result.out
-    (question,) = asked.questions
-    assert question.workload == WorkloadSpec(model="llama-tiny", batch_size=2)
-    assert question.budget.text == "24GB" and asked.limited == [True] and asked.plans == [(None, None)]
+    asked.assert_called_once()
+    question, _, *plan = asked.call_args.args
+    assert question.workload == WorkloadSpec(model="llama-tiny", batch_size=2) and plan == [None, None]
+    assert question.budget.text == "24GB" and asked.call_args.kwargs == {"any_budget": False}
 
 
-def test_a_simulated_plan_is_explained_on_its_own_device(autockpt, asked: Asked, tmp_path: Path) -> None:
+def test_a_simulated_plan_is_explained_on_its_own_device(autockpt, asked: Mock, tmp_path: Path) -> None:
     def write(name: str) -> None:
         simulated_for(name).save(tmp_path / "plan.yaml", replace=True)
 
     write("rtx4090")
     for arguments, hardware in (((), "rtx4090"), (("--hardware", "h100"), "h100"), (("--device", "cpu"), None)):
         assert autockpt("explain", "plan.yaml", *arguments).code == 0
-        found = asked.questions[-1].hardware
+        found = asked.call_args.args[0].hardware
         assert (found and found.name) == hardware
     write("my-card")
     result = autockpt("explain", "plan.yaml")
     assert (result.code, result.error) == (2, "usage") and "my-card" in result.err
 
 
-def test_a_plans_own_budget_stands_in_bytes(autockpt, asked: Asked, tmp_path: Path) -> None:
+def test_a_plans_own_budget_stands_in_bytes(autockpt, asked: Mock, tmp_path: Path) -> None:
     held = ResolvedBudget(asked="60%", bytes=950, headroom="5%", headroom_bytes=50)
     simulated_for("rtx4090", held).save(tmp_path / "plan.yaml")
     for arguments in ((), ("--hardware", "h100"), ("-b", "4")):
         assert autockpt("explain", "plan.yaml", *arguments).code == 0
-        assert asked.questions[-1].budget.resolved(1, 1, 1) == held
+        assert asked.call_args.args[0].budget.resolved(1, 1, 1) == held
 
 
-def test_a_simulated_budget_has_the_headroom_of_a_search(autockpt, asked: Asked) -> None:
+def test_a_simulated_budget_has_the_headroom_of_a_search(autockpt, asked: Mock) -> None:
     assert autockpt("explain", "--model", "llama-tiny", "--hardware", "rtx4090", "--budget", "10GB").code == 0
-    assert asked.questions[-1].budget.budget_bytes == 95 * 10**8
+    assert asked.call_args.args[0].budget.budget_bytes == 95 * 10**8
 
 
-def test_a_budget_that_nothing_fits_is_said_with_exit_code_3(autockpt, asked: Asked) -> None:
-    asked.answer = asked.answer.model_copy(update={"budget": ResolvedBudget(asked="1KB", bytes=1000)})
+def test_a_budget_that_nothing_fits_is_said_with_exit_code_3(autockpt, asked: Mock) -> None:
+    asked.return_value = asked.return_value.model_copy(update={"budget": ResolvedBudget(asked="1KB", bytes=1000)})
     result = autockpt("explain", "--model", "llama-tiny", "--budget", "1KB")
     assert result.code == 3 and "too much" in result.out
 
 
-def test_a_plan_brings_its_workload(autockpt, asked: Asked, tmp_path: Path) -> None:
+def test_a_plan_brings_its_workload(autockpt, asked: Mock, tmp_path: Path) -> None:
     text = "autockpt: 1\nworkload:\n  model: llama-tiny\n  batch_size: 8\nchoices:\n  model.layers.0-3: recompute\n"
     (tmp_path / "plan.yaml").write_text(text)
     assert autockpt("explain", "plan.yaml", "--seq-len", "16").code == 0
-    (question,) = asked.questions
+    asked.assert_called_once()
+    question, _, plan, path = asked.call_args.args
     assert question.workload == WorkloadSpec(model="llama-tiny", batch_size=8, seq_len=16)
-    ((plan, path),) = asked.plans
-    assert plan is not None and path == Path("plan.yaml") and asked.limited == [False]
+    assert plan is not None and path == Path("plan.yaml") and asked.call_args.kwargs == {"any_budget": True}
 
 
-def test_a_run_is_explained_from_its_files(autockpt, asked: Asked, tmp_path: Path) -> None:
+def test_a_run_is_explained_from_its_files(autockpt, asked: Mock, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     result = autockpt("explain", str(run.path), "--json")
-    assert not asked.questions and result.code == 0, result.err
+    assert not asked.called and result.code == 0, result.err
     assert result.json["choices"].keys() == {"h.0", "h.1"}
-    assert autockpt("explain", str(run.path), "--budget", "1KB").code == 3 and not asked.questions
+    assert autockpt("explain", str(run.path), "--budget", "1KB").code == 3 and not asked.called
     for option in ("-b4", "--device=cpu"):
         assert autockpt("explain", str(run.path), "--model", "llama-tiny", option).code == 0
-    assert len(asked.questions) == 2
+    assert asked.call_count == 2
 
 
 MIB = 2**20
@@ -151,9 +136,7 @@ def curve() -> Curve:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_an_explanation_on_screen(width: int, explanation: Explanation) -> None:
-    screen, raw = console(width)
-    print_explanation(explanation, screen)
-    text = raw.getvalue().decode()
+    text = printed(print_explanation, explanation, width=width)
     lines = text.splitlines()
     assert all(len(line) <= width for line in lines) and "…" not in text and "\x1b" not in text
     assert len(lines) < 100, "two screens"
@@ -173,9 +156,7 @@ def test_the_chart() -> None:
 
 
 def test_ops_are_tab_separated() -> None:
-    screen, raw = console(20)
-    print_ops(small_graph(), screen)
-    lines = raw.getvalue().decode().splitlines()
+    lines = printed(print_ops, small_graph(), width=20).splitlines()
     assert len(lines) == 1 + len(small_graph().ops)
     assert lines[1].split("\t") == ["0", "forward", "aten.mm.default", "embed", "uint8[10]", "10", "0", "1010"]
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,8 +14,9 @@ from autockpt.errors import InfeasibleError
 from autockpt.schema import Comparison, Listener, Measurement, SearchOutcome, SearchRequest, Verdict, WorkloadSpec
 from autockpt.schema.request import BatchAnswer, BatchSetting, PipelineAnswer, StagePlan
 from autockpt.tuning import search_request
+from tests import samples
 from tests.analysis.samples import make_run
-from tests.samples import MIB, console, outcome, row, trial
+from tests.samples import MIB, outcome, row, trial
 
 
 @pytest.fixture
@@ -111,10 +114,8 @@ def test_a_plan_or_run_to_start_from_fills_in_what_is_not_said(
 
 
 def test_nothing_fits(autockpt, replace) -> None:
-    def run_search(request: SearchRequest, listener: Listener) -> SearchOutcome:
-        raise InfeasibleError("no plan fits 1 GB", remedy="Use --lora 16.", smallest_peak=2 * 2**30)
-
-    replace("autockpt.tuning", answer=run_search, search_request=search_request)
+    refusal = InfeasibleError("no plan fits 1 GB", remedy="Use --lora 16.", smallest_peak=2 * 2**30)
+    replace("autockpt.tuning", answer=Mock(side_effect=refusal), search_request=search_request)
     result = autockpt("search", "--budget", "1GB", "--model", "llama-tiny", "--json")
     assert (result.code, result.error) == (3, "budget.infeasible") and "2.00 GiB (2.15 GB)" in result.err
     assert result.json["smallest_peak_bytes"] == 2 * 2**30
@@ -128,29 +129,17 @@ def test_interrupted_with_and_without_a_plan(autockpt, replace) -> None:
         assert result.code == 130 and "Interrupted" in result.out and ("ours" in result.out) == has_plan
 
 
-def batches(asked: list[tuple[int, SearchRequest]]):
-    """A stand-in for the search over batch sizes: what it was asked, and the answer of one size."""
-
-    def search(request: SearchRequest, listener: Listener) -> BatchAnswer:
-        rows = request.rows_per_update or 0
-        asked.append((rows, request))
-        score = Measurement(peak_bytes=1 << 30, step_seconds=2.0, noise=0.01)
-        best = BatchSetting(batch_size=4, accumulate=rows // 4, plan="8 remake", score=score, work=8192)
-        usual = best.model_copy(update={"batch_size": 8, "accumulate": 1, "plan": "recompute all"})
-        return BatchAnswer(
-            rows_per_update=rows, unit="tokens", best=best, others=(usual,), outcome=outcome(), trials=9, seconds=60.0
-        )
-
-    return search
-
-
 def test_a_global_batch_is_answered_with_its_settings(autockpt, replace) -> None:
-    asked: list[tuple[int, SearchRequest]] = []
-    replace("autockpt.tuning", answer=batches(asked), search_request=search_request)
+    score = Measurement(peak_bytes=1 << 30, step_seconds=2.0, noise=0.01)
+    best = BatchSetting(batch_size=4, accumulate=2, plan="8 remake", score=score, work=8192)
+    usual = best.model_copy(update={"batch_size": 8, "accumulate": 1, "plan": "recompute all"})
+    found = {"best": best, "others": (usual,), "outcome": outcome(), "trials": 9, "seconds": 60.0}
+    search = Mock(return_value=BatchAnswer(rows_per_update=8, unit="tokens", **found))
+    replace("autockpt.tuning", answer=search, search_request=search_request)
     result = autockpt("search", "--budget", "24GB", "--model", "llama-tiny", "-b", "2", "--global-batch", "8")
     assert result.code == 0, result.err
-    rows, request = asked.pop()
-    assert rows == 8 and request.workload.batch_size == 2
+    request = search.call_args.args[0]
+    assert request.rows_per_update == 8 and request.workload.batch_size == 2
     assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 2" in result.out
     assert "4,096" in result.out and "recompute all" in result.out
 
@@ -198,20 +187,14 @@ def test_a_stray_url_is_refused_without_its_password(autockpt, asked) -> None:
 
 
 def test_neither_a_bug_nor_its_log_shows_a_password(autockpt, replace, monkeypatch, tmp_path: Path) -> None:
-    def run_search(request: SearchRequest, listener: Listener) -> SearchOutcome:
-        raise KeyError(request.storage)
-
-    replace("autockpt.tuning", answer=run_search, search_request=search_request)
+    replace("autockpt.tuning", answer=Mock(side_effect=KeyError(URL)), search_request=search_request)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = autockpt("search", "--budget", "60%", "--model", "llama-tiny", "--storage", URL, "--json")
     (log,) = tmp_path.glob("autockpt-error-*.log")
     assert result.code == 4 and "hunter2" not in result.out + result.err + log.read_text()
 
 
-def printed(answer: SearchOutcome, width: int = 80) -> str:
-    screen, raw = console(width)
-    print_answer(answer, screen)
-    return raw.getvalue().decode()
+printed = partial(samples.printed, print_answer)
 
 
 def cells(text: str, plan: str) -> str:
@@ -234,14 +217,14 @@ def test_an_overhead_comes_with_its_interval() -> None:
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
 def test_the_answer_fits_the_screen(width: int) -> None:
     for answer in (outcome(), outcome(none_fits=False), outcome(simulated=True)):
-        text = printed(answer, width)
+        text = printed(answer, width=width)
         free = ("    handle =", "Written to")  # lines to copy are never broken
         assert all(len(line) <= width for line in text.splitlines() if not line.startswith(free))
         assert "…" not in text
 
 
 def test_everything_that_matters_is_there() -> None:
-    text = printed(outcome(), 120)
+    text = printed(outcome(), width=120)
     assert "450 MiB (472 MB)" in text and "weights, buffers, gradients" in text
     assert "441 MiB" in cells(text, "ours") and "448 ms ±0.8 %" in cells(text, "ours")
     assert "+8.7 %" in cells(text, "ours") and "~451 ms" in text
@@ -253,7 +236,7 @@ def test_everything_that_matters_is_there() -> None:
 
 
 def test_save_everything_that_does_not_fit_says_so() -> None:
-    text = printed(outcome(none_fits=False), 80)
+    text = printed(outcome(none_fits=False))
     assert "OOM" in cells(text, "none") and "does not fit" in cells(text, "none")
     assert "(simulated 612 MiB)" in text and "~409 ms" in cells(text, "none")
     assert "~+10.3 %" in cells(text, "ours") and "~ simulated, not measured" in text
@@ -267,9 +250,8 @@ def test_all_stages_stand_in_one_table() -> None:
     stages = tuple(
         StagePlan(stage=f"{i}/2", layers=12, plan=one.plan, path=Path(f"plan_{i}.yaml"), outcome=one) for i in (0, 1)
     )
-    screen, raw = console(100)
-    print_stages(PipelineAnswer(stages=stages, faster_cut=(13, 11), cut_seconds=0.4), screen)
-    text = raw.getvalue().decode()
+    found = PipelineAnswer(stages=stages, faster_cut=(13, 11), cut_seconds=0.4)
+    text = samples.printed(print_stages, found, width=100)
     assert cells(text, "1/2").split()[:3] == ["1/2", "12", "441"] and "`stage: 13,11`" in " ".join(text.split())
     assert "plan_0.yaml" in text and "plan_1.yaml" in text
 

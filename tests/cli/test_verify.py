@@ -7,7 +7,7 @@ import pytest
 from autockpt.analysis.verify import Check, VerifyReport
 from autockpt.cli.verify import print_report
 from autockpt.schema import Plan, WorkloadSpec
-from tests.samples import UNITS, choices, console
+from tests.samples import UNITS, choices, printed
 
 
 @pytest.fixture
@@ -49,8 +49,6 @@ def test_a_verification_on_screen() -> None:
         (checks[2:], "Nothing could"),
     )
     for kept, verdict in (*cases, (checks[2:], "Nothing could")):
-        screen, raw = console()
-        print_report(VerifyReport(checks=kept, notes=("a note",)), screen)
-        text = raw.getvalue().decode()
+        text = printed(print_report, VerifyReport(checks=kept, notes=("a note",)))
         assert verdict in text and "a note" in text
     assert not VerifyReport(checks=checks).passed and VerifyReport(checks=checks[:1]).passed

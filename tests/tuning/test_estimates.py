@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 import autockpt
+from autockpt.cli.estimate import print_estimates
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema import Estimate, parse_size
 from autockpt.shipped import load_hardware
 from autockpt.tuning.estimates import remark
 from tests.errors import raises
+from tests.samples import printed
 
 
 @pytest.fixture
@@ -94,11 +96,6 @@ def test_wrong_questions_are_refused_at_once():
 
 
 def test_the_table_fits_eighty_columns():
-    from rich.console import Console
-
-    from autockpt.cli.estimate import print_estimates
-
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     common = {"model": "gpt-oss-20b", "card": "rtx6000-ada", "batch_size": 16, "seq_len": 32768, "fits": False}
     plan = {"fits": True, "peak_bytes": 47 << 30, "step_seconds": 0.7, "choices": {"recompute": 24}}
     rows = [
@@ -106,8 +103,7 @@ def test_the_table_fits_eighty_columns():
         common | {"smallest_peak": 83770359152},
         common | {"note": "the hardware gives no rate for bfloat16 products " * 3},
     ]
-    print_estimates(map(Estimate.model_validate, rows), console)
-    lines = console.export_text().splitlines()
+    lines = printed(print_estimates, map(Estimate.model_validate, rows)).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert "QLoRA 16" in lines[1]
     assert "~yes  ~47.0 GiB   ~700 ms" in lines[1] and "24 recompute" in lines[2]
