@@ -53,20 +53,14 @@ def test_messages_come_back_and_what_it_prints_is_kept(child) -> None:
     assert last_lines(child.log) == "  about to begin"
 
 
-def test_a_child_that_ends_is_reported_with_its_exit_code(child) -> None:
-    child.send("leave")
-    with pytest.raises(ChildDied) as caught:
-        child.receive()
-    assert caught.value.code == 3 and not child.alive
-
-
-def test_a_child_that_is_killed_is_reported_with_the_signal(child) -> None:
+@pytest.mark.parametrize("code", [3, -signal.SIGKILL])
+def test_how_a_child_ended_is_reported(child, code: int) -> None:
     child.send("x")
     assert child.receive(30.0) == "x"
-    os.kill(child.pid, signal.SIGKILL)
+    child.send("leave") if code > 0 else os.kill(child.pid, -code)
     with pytest.raises(ChildDied) as caught:
         child.receive()
-    assert caught.value.code == -signal.SIGKILL
+    assert caught.value.code == code and not child.alive
 
 
 def test_a_silent_child_is_ended(child) -> None:

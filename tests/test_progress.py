@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import threading
+from typing import Any
 
 from rich.console import Console
 
@@ -24,19 +25,25 @@ def test_elsewhere_there_is_a_line_per_trial() -> None:
     assert "448 ms ±0.8 %, 441 MiB  fits  best so far" in text and "~451 ms, 441 MiB  out of memory" in text
 
 
+class Made(LineListener):
+    """On a clock that the test moves."""
+
+    def __init__(self, **how: Any) -> None:
+        self.said, self.now = list[str](), 0.0
+        super().__init__(self.said.append, lambda: self.now, **how)
+
+
 def test_a_silent_stage_reports_ever_less_often() -> None:
-    said: list[str] = []
-    now = [0.0]
-    lines = LineListener(said.append, lambda: now[0])
+    lines = Made()
     lines.pulse()
     lines.stage("trace")
-    for now[0] in range(1, 40):
+    for lines.now in range(1, 40):
         lines.pulse()
     lines.stage("finals", 4)
     lines.advance()
-    now[0] += 6
+    lines.now += 6
     lines.pulse()
-    assert [line.partition("] ")[2] for line in said] == [
+    assert [line.partition("] ")[2] for line in lines.said] == [
         "trace …",
         "trace: 5 s so far",
         "trace: 15.0 s so far",
@@ -47,14 +54,12 @@ def test_a_silent_stage_reports_ever_less_often() -> None:
 
 
 def test_a_brief_one_reports_long_stages_alone() -> None:
-    said: list[str] = []
-    now = [0.0]
-    lines = LineListener(said.append, lambda: now[0], quiet=60.0, brief=True)
+    lines = Made(quiet=60.0, brief=True)
     lines.stage("search", 4)
     lines.trial(trial(0), trial(0))
-    for now[0] in range(1, 100):
+    for lines.now in range(1, 100):
         lines.pulse()
-    (line,) = said
+    (line,) = lines.said
     assert "search: 1 of 4, about" in line and line.endswith("best 448 ms ±0.8 %, 441 MiB")
 
 
@@ -67,15 +72,11 @@ def test_its_thread_ends_with_the_block() -> None:
 
 
 def test_a_trial_says_what_is_left_of_a_long_stage() -> None:
-    said: list[str] = []
-    now = [0.0]
-    lines = LineListener(said.append, lambda: now[0])
+    lines = Made()
     lines.stage("baselines", 2)
-    now[0] = 6.0
-    lines.trial(trial(0), trial(0))
-    now[0] = 9.0
-    lines.trial(trial(1), trial(0))
-    assert said[1].endswith("(1 of 2, about 6 s left)") and "left" not in said[2]
+    for number, lines.now in enumerate((6.0, 9.0)):
+        lines.trial(trial(number), trial(0))
+    assert lines.said[1].endswith("(1 of 2, about 6 s left)") and "left" not in lines.said[2]
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -8,18 +8,7 @@ from typing import Any
 import pytest
 
 from autockpt.errors import ConflictError, InfeasibleError, MeasurementError, TimeLimitReached
-from autockpt.schema import (
-    RECOMPUTE,
-    SAVE,
-    Choice,
-    DeviceInfo,
-    Environment,
-    Measurement,
-    SearchRequest,
-    SearchSpace,
-    Silence,
-    parse_budget,
-)
+from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, SearchRequest, SearchSpace, Silence, parse_budget
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.clock import Clock
@@ -27,6 +16,7 @@ from autockpt.tuning.compiled import Compiled, SplitProposer
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.trials import Trials
 from tests.errors import raises
+from tests.samples import environment
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +30,7 @@ class MadeUpCompiler:
     def __init__(self, says: Any = None) -> None:
         self.says = says or (lambda choices: None)
         self.measured: list[dict[str, Choice]] = []
-        info = DeviceInfo(kind="cpu", name="made up", capacity_bytes=10**6)
-        self.environment = Environment(device=info, versions={})
+        self.environment = environment(capacity_bytes=10**6)
 
     def costs(self, choices: Mapping[str, Choice]) -> tuple[int, float]:
         peak, seconds = 200, 0.0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import optuna
 import pytest
 
+import autockpt
 from autockpt.schema import (
     RECOMPUTE,
     Plan,
@@ -26,9 +30,32 @@ from autockpt.tuning import run_search, search_request
 from tests.tuning import postgresql
 from tests.tuning.made_up import Watcher
 from tests.tuning.small import live, llama_in
-from tests.tuning.walk import files_entered
 
 pytestmark = pytest.mark.slow
+ROOT = Path(autockpt.__file__).parent
+
+
+def files_entered(search: Callable[[], Any]) -> set[str]:
+    """The files that a search's request walks through: those of functions that are called with it as an argument."""
+    found: set[str] = set()
+
+    @functools.cache
+    def arguments(code: CodeType) -> tuple[str, ...]:
+        ours = code.co_filename.startswith(str(ROOT)) and code.co_name != "<genexpr>"
+        return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if ours else ()
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        names = arguments(frame.f_code)
+        if names and any(isinstance(frame.f_locals.get(name), SearchRequest) for name in names):
+            found.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
+
+    before = sys.gettrace()
+    sys.settrace(watch)  # calls only, as it returns nothing that would watch the lines
+    try:
+        search()
+    finally:
+        sys.settrace(before)
+    return found
 
 
 def ask(out: Path, watcher: Watcher | None = None, **more: Any) -> tuple[SearchOutcome, list[str]]:

@@ -46,15 +46,6 @@ def run_in(tmp_path: Path) -> RunDirectory:
     return RunDirectory.enter(tmp_path, {"question": "q"}, model="m", device="cpu", budget="60%")
 
 
-@pytest.mark.parametrize("budget", ["30%act", "50%act", "80%act"])
-def test_the_named_plan_is_near_optimal_despite_the_profile(budget: str) -> None:
-    device = MadeUpDevice()
-    found = search(device, budget, own_sampler=True)
-    assert found.best is not None and found.best.measured is not None
-    assert found.best.measured.peak_bytes <= found.budget.bytes
-    assert device.true_seconds(found.best.choices) <= 1.03 * device.optimum(found.budget.bytes)
-
-
 def by_hand(device: MadeUpDevice) -> list[dict[str, Choice]]:
     """One choice on the first or the last layers, saving on the others."""
     names = device.names
