@@ -84,10 +84,7 @@ def _runners_freeze_what_lives_on_as_well() -> None:
 def _seconds_are_measured_briefly() -> Iterator[None]:
     """As few rounds as the code takes: how exact the seconds of a search are says no test that runs one."""
     with pytest.MonkeyPatch.context() as patch:
-        for seconds in (
-            "measuring.base.SECONDS_PER_PLAN",
-            "tuning.targets.measured.FINAL_SECONDS",
-        ):
+        for seconds in ("measuring.base.SECONDS_PER_PLAN", "tuning.targets.measured.FINAL_SECONDS"):
             patch.setattr(f"autockpt.{seconds}", 0.0)
         patch.setattr("autockpt.cost.op_times.COPY_ROUNDS", 1)
         yield

@@ -25,13 +25,7 @@ from autockpt.schema.choices import Segment
 from tests.errors import raises
 from tests.policies.zoo import Row, assert_as_plain, bytes_alive_after, on, trained
 
-RERUNNING = (
-    "recompute",
-    "selective",
-    "keep_attention",
-    "recompute_offload",
-    Segment(size=2),
-)
+RERUNNING = ("recompute", "selective", "keep_attention", "recompute_offload", Segment(size=2))
 each_rerun = pytest.mark.parametrize("kind", RERUNNING, ids=str)
 WIDTH = 64
 

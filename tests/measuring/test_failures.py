@@ -57,10 +57,7 @@ def test_a_forgotten_error_holds_no_tensors():
 
 
 def test_only_the_devices_own_error_is_translated():
-    with (
-        raises(DeviceOutOfMemory, "plan x"),
-        letting_go(get_device("cpu"), "plan x"),
-    ):
+    with raises(DeviceOutOfMemory, "plan x"), letting_go(get_device("cpu"), "plan x"):
         raise MemoryError
     for error in (KeyError("k"), KeyboardInterrupt(), DeviceOutOfMemory("as it was")):
         with pytest.raises(type(error)) as passed, letting_go(get_device("cpu"), "plan x"):

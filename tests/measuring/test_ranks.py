@@ -90,10 +90,7 @@ def test_torchrun_searches_once_for_all_ranks(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("job", "code"),
-    [
-        (f"{WHOLE}shard: 4\n", "ranks"),
-        ("model: tests.measuring.sharded_models:with_optimizer\nshard: 2\n", "usage"),
-    ],
+    [(f"{WHOLE}shard: 4\n", "ranks"), ("model: tests.measuring.sharded_models:with_optimizer\nshard: 2\n", "usage")],
     ids=["another number", "cannot be built"],
 )
 def test_torchrun_refuses_in_one_voice(job: str, code: str, tmp_path: Path) -> None:

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autockpt.measuring.statistics import (
-    Interval,
-    judge,
-    median_interval,
-    noise,
-    ratio_interval,
-)
+from autockpt.measuring.statistics import Interval, judge, median_interval, noise, ratio_interval
 
 seconds = st.floats(1e-6, 1e4, allow_nan=False)
 DRAWS = 1500

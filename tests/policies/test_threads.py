@@ -33,10 +33,7 @@ def gradients(kind: str) -> dict[str, Tensor]:
         together.wait()
         return torch.autograd.grad(loss, parameters)
 
-    with (
-        attach(model, on([f"units.{i}" for i in range(4)], kind), sentinels="all"),
-        ThreadPoolExecutor(2) as threads,
-    ):
+    with attach(model, on([f"units.{i}" for i in range(4)], kind), sentinels="all"), ThreadPoolExecutor(2) as threads:
         for step in range(12):
             losses = [model(torch.randn(64, 64)).pow(2).mean() for _ in range(2)]
             for i, found in enumerate(threads.map(backward, losses)):

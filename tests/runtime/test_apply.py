@@ -10,16 +10,7 @@ from torch import nn
 import autockpt
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
 from autockpt.runtime import apply
-from autockpt.schema import (
-    OFFLOAD,
-    RECOMPUTE,
-    SAVE,
-    DeviceInfo,
-    Environment,
-    Measurement,
-    Plan,
-    WorkloadSpec,
-)
+from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, DeviceInfo, Environment, Measurement, Plan, WorkloadSpec
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.schema.runs import RunDirectory
 from autockpt.workload import discover_units

@@ -18,15 +18,7 @@ from autockpt.errors import ConflictError
 from autockpt.policies import POLICIES
 from autockpt.policies.lazy_logits import LazyLogits
 from autockpt.runtime import attach
-from autockpt.schema.choices import (
-    RECOMPUTE,
-    Choice,
-    ChunkedLoss,
-    ChunkedSoftmax,
-    Segment,
-    choice_kinds,
-    parse_choice,
-)
+from autockpt.schema.choices import RECOMPUTE, Choice, ChunkedLoss, ChunkedSoftmax, Segment, choice_kinds, parse_choice
 from tests.errors import raises
 from tests.policies.zoo import CASES, Ops, number
 from tests.runtime.processes import needs_gloo, on_ranks, two_steps

@@ -6,15 +6,7 @@ from hypothesis import strategies as st
 
 from autockpt.errors import PlanError
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice
-from autockpt.schema.names import (
-    Entry,
-    align,
-    check_nesting,
-    expand,
-    fold,
-    parse_pattern,
-    strip_prefixes,
-)
+from autockpt.schema.names import Entry, align, check_nesting, expand, fold, parse_pattern, strip_prefixes
 
 LAYERS = [f"model.layers.{i}" for i in range(12)]
 UNITS = [n for layer in LAYERS for n in (layer, f"{layer}.self_attn", f"{layer}.mlp")]

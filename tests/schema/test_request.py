@@ -24,11 +24,7 @@ ENVIRONMENT = Environment(
 
 
 def request(**changes: object) -> SearchRequest:
-    asked = {
-        "budget": parse_budget("60%"),
-        "workload": WorkloadSpec(model="llama-tiny"),
-        "space": SearchSpace(),
-    }
+    asked = {"budget": parse_budget("60%"), "workload": WorkloadSpec(model="llama-tiny"), "space": SearchSpace()}
     return SearchRequest.model_validate(asked | changes)
 
 

@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.errors import UsageError
-from autockpt.schema.sizes import (
-    format_binary,
-    format_decimal,
-    headroom_of,
-    parse_budget,
-    parse_size,
-)
+from autockpt.schema.sizes import format_binary, format_decimal, headroom_of, parse_budget, parse_size
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,7 @@ def search(
     Gaussian process before each trial; drawing at random costs nothing, and what the loop does is the same."""
     clock = clock or Clock(listener or Silence(), timeout)
     request = SearchRequest(
-        budget=parse_budget(budget).with_headroom(headroom),
-        space=SearchSpace(),
-        trials=trials,
-        host_budget=host_budget,
+        budget=parse_budget(budget).with_headroom(headroom), space=SearchSpace(), trials=trials, host_budget=host_budget
     )
     target = Simulated(request, clock) if simulated else Measured(request, clock, device)  # type: ignore[arg-type]
     if confirm is not None:

@@ -139,13 +139,7 @@ def test_an_interrupt_ends_the_searches_of_all_sizes() -> None:
         Made(2, search, Clock(Silence())).at(1, 3)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"workload": {"accumulate": 4}},
-        {"budget": parse_budget("60%act")},
-    ],
-)
+@pytest.mark.parametrize("asked", [{"workload": {"accumulate": 4}}, {"budget": parse_budget("60%act")}])
 def test_what_cannot_be_asked_is_refused_before_anything_runs(asked: dict[str, Any]) -> None:
     def search(*_: Any) -> SearchOutcome:
         raise AssertionError("nothing is searched")

@@ -69,13 +69,7 @@ def test_dtype_is_that_of_all_weights(dtype: str) -> None:
     assert make("vit-tiny", dtype=dtype).batch["pixel_values"].dtype == expected
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scaler": True, "dtype": "fp16"},
-        {"scaler": True, "optimizer": "none"},
-    ],
-)
+@pytest.mark.parametrize("options", [{"scaler": True, "dtype": "fp16"}, {"scaler": True, "optimizer": "none"}])
 def test_contradictions_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         make(**options)

@@ -53,10 +53,7 @@ def facts(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
 def settings(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of one peer, or why there are none: ``{"settings": [[label, data], …]}`` or ``{"failed": …}``."""
     context = Context(
-        workload=runner.workload,
-        units=_blocks(runner),
-        budgets=payload["budgets"],
-        plain_peak=payload["plain_peak"],
+        workload=runner.workload, units=_blocks(runner), budgets=payload["budgets"], plain_peak=payload["plain_peak"]
     )
     try:
         found = []

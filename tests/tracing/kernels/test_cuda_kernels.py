@@ -6,13 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autockpt.schema import Graph, WorkloadSpec
-from autockpt.tracing.kernels.cuda_kernels import (
-    AMPERE,
-    AttentionCall,
-    attention_kernel,
-    fused_dropout,
-    fuses_dropout,
-)
+from autockpt.tracing.kernels.cuda_kernels import AMPERE, AttentionCall, attention_kernel, fused_dropout, fuses_dropout
 from tests.tracing.kernels.cuda_models import HEADS, LENGTH, WIDTH
 from tests.tracing.reference import ghosts, kept_for_backward
 

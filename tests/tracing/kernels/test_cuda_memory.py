@@ -124,8 +124,7 @@ def test_ddp() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(-1, 9), st.integers(0, 9), st.integers(1, 30 * MIB)), max_size=40),
-    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(-1, 9), st.integers(0, 9), st.integers(1, 30 * MIB)), max_size=40), st.integers(1, 3)
 )
 def test_reserved_covers_allocated_covers_the_timeline(rows: list[tuple[int, int, int]], cycles: int) -> None:
     storages = tuple(
@@ -133,10 +132,7 @@ def test_reserved_covers_allocated_covers_the_timeline(rows: list[tuple[int, int
     )
     resident = sum(s.bytes for s in storages if s.birth < 0)
     graph = Graph(
-        resident_bytes=resident,
-        signatures=("",),
-        ops=tuple(op(i, "forward") for i in range(10)),
-        storages=storages,
+        resident_bytes=resident, signatures=("",), ops=tuple(op(i, "forward") for i in range(10)), storages=storages
     )
     peak = replay(requests(graph, cycles))
     assert peak.reserved >= peak.allocated >= graph.peak_bytes
