@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 LLAMA = CASES["llama"]
 CHOICES = {"model.layers.0": "recompute", "model.layers.1": "save", "model.layers.2": "offload"}
+PLAN = Plan(choices=CHOICES)
+QUIET: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 3}
 ROWS = [{"input_ids": r, "labels": r} for r in LLAMA.batch()["input_ids"]]
 accelerate = pytest.importorskip("accelerate")
 
@@ -41,24 +43,10 @@ class Generates(transformers.TrainerCallback):
         )
 
 
-def plan(choices: dict[str, str] = CHOICES) -> Plan:
-    return Plan(choices=choices)
-
-
 def arguments(folder: Path, **more: Any) -> Any:
     accelerate.state.AcceleratorState._reset_state(True)
-    options: dict[str, Any] = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "seed": 3,
-        "logging_strategy": "no",
-    }
-    return transformers.TrainingArguments(output_dir=str(folder), **options | more)
+    options = QUIET | {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    return transformers.TrainingArguments(output_dir=str(folder), **options | {"logging_strategy": "no"} | more)
 
 
 def trainer(folder: Path, model: nn.Module, callbacks: list[Any], **more: Any) -> Any:
@@ -88,7 +76,7 @@ BUSY = {
 @pytest.mark.parametrize("more", [{}, BUSY | {"bf16": True}], ids=["plain", "busy in bf16"])
 def test_the_same_weights_come_out(tmp_path, capfd, more):
     model, twin = LLAMA.make(), LLAMA.make()
-    counted, plainly, callback = Runs(twin), Runs(model), AutockptCallback(plan())
+    counted, plainly, callback = Runs(twin), Runs(model), AutockptCallback(PLAN)
     trainer(tmp_path / "without", model, [first := Generates()], **more).train()
     trainer(tmp_path / "with", twin, [callback, second := Generates()], **more).train()
     assert_equal(weights(twin), weights(model))
@@ -127,7 +115,7 @@ def test_a_run_is_resumed(tmp_path):
     whole = LLAMA.make()
     trainer(tmp_path / "whole", whole, [], save_strategy="steps", save_steps=2).train()
     resumed = LLAMA.make()
-    callback = AutockptCallback(plan())
+    callback = AutockptCallback(PLAN)
     trainer(tmp_path / "resumed", resumed, [callback]).train(str(tmp_path / "whole" / "checkpoint-2"))
     assert_equal(weights(resumed), weights(whole))
     assert callback.handle is not None
@@ -148,9 +136,7 @@ def test_adapters_on_a_base(tmp_path, frozen):
     model, twin = make(), make()
     counted = Runs(twin)
     trainer(tmp_path / "without", model, [Generates()]).train()
-    trainer(
-        tmp_path / "with", twin, [AutockptCallback(plan()), Generates()], save_strategy="steps", save_steps=2
-    ).train()
+    trainer(tmp_path / "with", twin, [AutockptCallback(PLAN), Generates()], save_strategy="steps", save_steps=2).train()
     assert_equal(weights(twin), weights(model))
     assert counted.again == counted.trained == 4
     assert (tmp_path / "with" / "checkpoint-2" / "adapter_model.safetensors").exists()
@@ -164,7 +150,7 @@ def test_an_interrupted_run_can_be_tried_again(tmp_path):
             if self.on:
                 raise KeyboardInterrupt
 
-    model, interrupt, callback = LLAMA.make(), Interrupt(), AutockptCallback(plan())
+    model, interrupt, callback = LLAMA.make(), Interrupt(), AutockptCallback(PLAN)
     run = trainer(tmp_path, model, [callback, interrupt])
     with pytest.raises(KeyboardInterrupt):
         run.train()
@@ -181,7 +167,7 @@ SPELLINGS = [n for n in (NEW, OLD) if n in transformers.TrainingArguments.__data
 @pytest.mark.parametrize("when", ["at once", "added later"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_trainers_own_is_an_error(tmp_path, spelling, when):
-    callback = AutockptCallback(plan())
+    callback = AutockptCallback(PLAN)
     options = {spelling: True}
     with raises(ConflictError, f"{spelling}", f"{SPELLINGS[0]}=False") as caught:
         run = trainer(tmp_path, LLAMA.make(), [callback] if when == "at once" else [], **options)
@@ -198,12 +184,12 @@ def test_checkpointing_in_fsdp_config_is_an_error_as_well(tmp_path, spelling):
     options = {"fsdp_config": {NEW: True}, **({spelling: True} if spelling else {})}
     named = [NEW, "fsdp_config", *([f"{spelling}=False"] if spelling else [])]
     with raises(ConflictError, *named):
-        trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan())], **options)
+        trainer(tmp_path, LLAMA.make(), [AutockptCallback(PLAN)], **options)
 
 
 def test_a_plan_of_another_model_is_found_before_training(tmp_path):
     with raises(PlanError, "h.0"):
-        trainer(tmp_path, LLAMA.make(), [AutockptCallback(plan({"h.0": "recompute"}))]).train()
+        trainer(tmp_path, LLAMA.make(), [AutockptCallback(Plan(choices={"h.0": "recompute"}))]).train()
 
 
 @pytest.mark.parametrize("adapters", [False, True])
@@ -215,18 +201,18 @@ def test_trl(tmp_path, capfd, adapters):
         return weights(run.model), run
 
     wanted, _ = train(tmp_path / "without", [], gradient_checkpointing=False)
-    callback = AutockptCallback(plan())
+    callback = AutockptCallback(PLAN)
     got, run = train(tmp_path / "with", [callback])  # TRL has its own on by default: the plan replaces it
     assert_equal(got, wanted)
     assert callback.handle is not None and untouched(run.model)
     assert not any(getattr(run.args, name, False) for name in SPELLINGS)
     assert capfd.readouterr().out.count("of SFTConfig, on by default there, is switched off") == 1
     late = sft(tmp_path / "late", [], adapters)
-    late.add_callback(AutockptCallback(plan()))
+    late.add_callback(AutockptCallback(PLAN))
     late.train()
     assert_equal(weights(late.model), wanted)
     with raises(ConflictError, "activation_offloading"):
-        train(tmp_path / "more", [AutockptCallback(plan())], activation_offloading=True)
+        train(tmp_path / "more", [AutockptCallback(PLAN)], activation_offloading=True)
 
 
 def sft(folder: Path, callbacks: list[Any], adapters: bool = False, **more: Any) -> Any:

@@ -20,7 +20,7 @@ from autockpt.tracing import Tracer
 from autockpt.workload.storages import nested_tensors, storage_bytes
 from tests.errors import raises
 from tests.integrations.runs import Runs
-from tests.integrations.test_transformers import LLAMA, accelerate, tokenizer, untouched, weights
+from tests.integrations.test_transformers import LLAMA, QUIET, accelerate, tokenizer, untouched, weights
 from tests.policies.zoo import assert_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -69,20 +69,8 @@ def trainer(cls: str, folder: Path, lora: Any, callbacks: list[Any], **more: Any
     model = more.pop("model", None) or transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     lengths = [PROMPT if n % 4 else PROMPT // 2 for n in range(8)]
     prompts = [" ".join(f"w{n * i % 61}" for i in range(length)) for n, length in enumerate(lengths)]
-    options: dict[str, Any] = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "beta": 0.04,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": lora is not None,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "seed": 3,
-    }
+    options = QUIET | {"max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options |= {"beta": 0.04, "learning_rate": 1e-2, "bf16": lora is not None, "logging_steps": 1}
     if cls == "OnlineDPO":
         library, more = importlib.import_module("trl.experimental.online_dpo"), {"max_new_tokens": 12} | more
     else:
