@@ -1,4 +1,4 @@
-"""From an out-of-memory failure to a prescription: what the run said, what filled the device, and what would fit."""
+"""From an out-of-memory failure to a suggested plan: what the run said, what filled the device, what would fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STAGES: dict[Stage, str] = {
     "recompute": "in the backward pass, where a layer is recomputed",
     "optimizer": "in the optimizer step",
     "evaluation": "in evaluation",
-    "unknown": "at a place that the stack does not tell",
+    "unknown": "at an unknown place (no usable stack trace)",
 }
 _STAGE_ADVICE: dict[Stage, str] = {
     "evaluation": "Evaluation keeps nothing for a backward pass, so plans do not lower it: use a smaller "
@@ -64,7 +64,7 @@ class Diagnosis(Data):
     holdings: tuple[Holding, ...] = Field(default=(), description="of the plain step at its peak")
     agreement: str = Field(default="", description="whether the plain step had to fail, in words")
     terms: str = Field(default="", description="the memory that a plan is sought for, in words")
-    outcome: SearchOutcome | None = Field(default=None, description="the plan that is prescribed, simulated")
+    outcome: SearchOutcome | None = Field(default=None, description="the suggested plan, simulated")
     refusal: str = Field(default="", description="that no plan fits, and what would")
     alternatives: tuple[Alternative, ...] = ()
     unprescribed: str = Field(default="", description="why nothing could be simulated")
@@ -143,13 +143,13 @@ def advice_of(log: LogReading) -> Iterator[str]:
 
 def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
     if len(log.ranks) > 1 and log.failure is not None:
-        yield f"ranks {', '.join(map(str, log.ranks[:16]))} ran out of memory; rank {log.failure.rank} is looked at"
+        yield f"Ranks {', '.join(map(str, log.ranks[:16]))} ran out of memory; rank {log.failure.rank} is looked at."
     if spec is None:
-        yield "no model was named, so nothing is prescribed: add --model, and --batch-size, --seq-len, …"
+        yield "No model was named, so no plan is suggested: add --model, and --batch-size, --seq-len, …"
     elif log.world is not None and log.world > 1 and spec.shard is None and spec.ddp is None:
         yield (
-            f"the run had {log.world} ranks, the job that was described has one: add `shard: {log.world}` (FSDP, ZeRO) "
-            "or `ddp: buckets` to a --job file"
+            f"The run had {log.world} ranks, the job that was described has one: add `shard: {log.world}` (FSDP, ZeRO) "
+            "or `ddp: buckets` to a --job file."
         )
 
 
@@ -219,5 +219,5 @@ def _nearest(capacity: int, backend: str) -> tuple[Hardware, tuple[str, ...]]:
     kind = {"hip": "rocm", "mps": "mps"}.get(backend, "cuda")
     known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
     found = min(known, key=lambda h: (abs(h.memory_bytes - capacity), [-x for x in h.capability or ()], -h.bandwidth))
-    said = f"the log does not name the device: kernels and seconds are those of {found.name}, whose memory of "
-    return found, (f"{said}{format_binary(found.memory_bytes)} is nearest; --hardware NAME names yours",)
+    said = f"The log does not name the device: kernels and seconds are those of {found.name}, whose memory of "
+    return found, (f"{said}{format_binary(found.memory_bytes)} is nearest; --hardware NAME names yours.",)

@@ -66,7 +66,7 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
     if said.holdings:
         table = holdings_table(said.holdings, 12)
         heading("What fills it at the peak, by a ghost run", console, table, bullets([said.agreement]))
-        heading("Prescription", console, Text(said.terms))
+        heading("Suggested plan", console, Text(said.terms))
     if said.outcome is not None:
         console.print()
         print_answer(said.outcome, console)
@@ -75,7 +75,7 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
     elif said.refusal:
         console.print(Text(said.refusal))
     if said.unprescribed:
-        heading("No prescription", console, Text(said.unprescribed))
+        heading("No plan is suggested", console, Text(said.unprescribed))
     if said.advice:
         heading("Besides" if said.holdings else "What helps", console, bullets(said.advice))
     remarks(said.notes, console)

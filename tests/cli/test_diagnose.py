@@ -87,4 +87,4 @@ def test_an_unbuildable_model_is_an_error_beside_the_log(autockpt, asked: Mock, 
 def test_a_log_alone_is_told(autockpt, log: Path) -> None:
     result = autockpt("diagnose", "run.log")
     said = " ".join(result.out.split())
-    assert result.code == 0 and "in the forward pass (train.py:80)" in said and "no model was named" in said
+    assert result.code == 0 and "in the forward pass (train.py:80)" in said and "No model was named" in said
