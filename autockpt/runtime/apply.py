@@ -73,7 +73,7 @@ def apply(
     plan = _read(model, plan)
     sets = [(each.when, choices_for(model, each)) for each in plan.sets]
     notes = _doubts(plan, model)
-    limit = _limit(adaptive, plan)  # a slip is told where the device tells no peak, too
+    limit = _limit(adaptive, plan)  # an error is raised where the device reports no peak, too
     options: dict[str, Any] = {"host_budget": plan.host_budget_bytes, "sentinels": sentinels}
     meter = meter_of(device_of(model)) if adaptive else None
     if meter is not None:
@@ -89,7 +89,7 @@ def apply(
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     if adaptive and meter is None:
-        notes.append(f"adaptive does nothing: a {device_of(model).type} device tells no peak while it trains")
+        notes.append(f"adaptive does nothing: a {device_of(model).type} device reports no peak memory during training")
         logging.getLogger("autockpt").warning("%s", notes[-1])
     return Handle(plan, sets[-1][1], session, notes)
 
