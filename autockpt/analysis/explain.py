@@ -55,7 +55,7 @@ from autockpt.tuning.door import refuse_both, refuse_described
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.workload import Step
 
-OTHER_WORKLOAD = "the workload is not the one that the plan was made for: its promise does not count"
+OTHER_WORKLOAD = "The workload is not the one that the plan was made for: its promise does not count."
 _NOMINAL = (
     "seconds are modelled from FLOPs and bytes at nominal rates of common hardware: they rank choices and say little "
     "about this device (a search measures its op times; --hardware NAME models a device that is described)"
@@ -303,7 +303,7 @@ def _explanation(
 def _smaller_batches(plan: Plan) -> tuple[str, ...]:
     """A note on a plan with several sets of choices, of which one is explained."""
     if others := plan.smaller_batches:
-        return (f"the choices explained are those for the largest batches; {len(others)} more for smaller",)
+        return (f"The choices explained are those for the largest batches; {len(others)} more for smaller.",)
     return ()
 
 
@@ -316,7 +316,7 @@ def _chosen(
     if best is not None:
         return dict(best.choices), f"the plan of a simulated search for {budget.words}", ()
     smallest = format_bytes(known.lean.peak_bytes)
-    note = f"nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
+    note = f"Nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
     return known.lean.choices, "the leanest plan", (f"{note}. {cost_model.needs(known.lean.peak_bytes)}",)
 
 

@@ -196,7 +196,7 @@ class _Verification:
         if isinstance(self.subject, WorkloadSpec) and not made_for(self.plan, self.subject):
             self.notes.append(OTHER_WORKLOAD)
         elif self.plan.status_reason:
-            self.notes.append(f"the plan is unmeasured: {self.plan.status_reason}")
+            self.notes.append(f"The plan is unmeasured: {self.plan.status_reason}.")
         checks = (self.gradients(), self._sentinels(), *self._promises())
         return VerifyReport(checks=checks, notes=tuple(self.notes), measured=self.measured)
 
@@ -207,7 +207,7 @@ class _Verification:
         try:
             return self._compared("plain training", None)
         except DeviceOutOfMemory as error:
-            self.notes.append(f"plain training does not fit: {error.message}")
+            self.notes.append(f"Plain training does not fit: {error.message}")
         try:
             return self._compared("recomputing every layer", dict.fromkeys(self.blocks, RECOMPUTE))
         except DeviceOutOfMemory:
@@ -314,9 +314,7 @@ def judge_proof(proof: Proof) -> Check:
     if not proof.checks:
         return _check("sentinels", None, f"nothing runs again or comes back from elsewhere{besides}")
     units = sum(1 for unit in proof.units.values() if unit.checks)
-    detail = (
-        f"{proof.tensors} tensors that backward of {units} of {len(proof.units)} units was given are those of forward"
-    )
+    detail = f"{proof.tensors} saved tensors of {units}/{len(proof.units)} units matched the forward pass"
     return _check("sentinels", True, f"{detail}{besides}")
 
 
@@ -330,7 +328,8 @@ def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Ch
     planned = plan.environment.device.kind if plan.environment is not None else None
     peak, parts, kept = measured.peak_bytes, [format_bytes(measured.peak_bytes)], list[bool]()
     if promise is not None:
-        more = f" for {simulated_for(plan)} ({peak / promise.peak_bytes - 1:+.1%})" if simulated else ""
+        change = words.share(peak / promise.peak_bytes - 1, signed=True)
+        more = f" for {simulated_for(plan)} ({change})" if simulated else ""
         parts.append(f"{'simulated' if simulated else 'promised'} {format_bytes(promise.peak_bytes)}{more}")
         slack = SIMULATED_PEAK_SLACK if simulated and planned != "cpu" else PEAK_SLACK
         kept.append(peak <= promise.peak_bytes * (1 + slack))
@@ -349,7 +348,7 @@ def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
     """The measured step time against the promised one, where both come from the same kind of device."""
     said, kept = "nothing measured was promised", None
     if plan.status == "simulated" and plan.predicted is not None and (predicted := plan.predicted.step_seconds):
-        error = f"({measured.step_seconds / predicted - 1:+.0%}); a simulation is no promise"
+        error = f"({words.share(measured.step_seconds / predicted - 1, signed=True)}); a simulation is no promise"
         said = f"simulated {words.seconds(predicted)} for {simulated_for(plan)} {error}"
     elif plan.status == "measured" and (promise := plan.measured) is not None:
         said = f"promised {words.step_time(promise)}{'' if same_device else ' on another device'}"

@@ -371,7 +371,7 @@ def batches_table(answer: BatchAnswer) -> Table:
             f"{mark}{format_binary(setting.score.peak_bytes)}",
             words.step_of(setting.score),
             f"{mark}{setting.per_second:,.0f}",
-            f"{setting.per_second / answer.best.per_second:.0%}",
+            f"{setting.per_second / answer.best.per_second * 100:.0f} %",
             style="bold" if setting is answer.best else None,
         )
     return table

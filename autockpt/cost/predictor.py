@@ -210,18 +210,18 @@ class MemoryModel:
         return high
 
     def within(self, budget_bytes: int | None) -> MemoryModel:
-        """The same for an allocator that is kept to ``budget_bytes``."""
+        """The same for an allocator that is limited to ``budget_bytes``."""
         return replace(self, budget_bytes=None if budget_bytes is None else min(budget_bytes, self.memory_bytes))
 
 
 def said_of(hardware: Hardware) -> str:
     """What is in a ``MemoryModel``, for people."""
     if not hardware.caches:
-        return "bytes are those that tensors hold"
-    context, safety = f"{hardware.context_bytes / 1e6:.0f} MB", f"{SAFETY:.0%}"
+        return "Bytes are those that tensors hold."
+    context, safety = f"{hardware.context_bytes / 1e6:.0f} MB", f"{SAFETY * 100:.0f} %"
     return (
-        "peaks are what a caching allocator kept to the budget would reserve, fragmentation included (a plan that "
-        f"keeps fewer tensors may reserve more), with the context of {context}, and {safety} for safety; peaks that "
+        "Peaks are what a caching allocator limited to the budget would reserve, fragmentation included (a plan that "
+        f"keeps fewer tensors may reserve more), with the context of {context}, and {safety} for safety. Peaks that "
         "others published, mostly of older software, are 7 % above in the median: where you cannot verify on the card, "
-        "leave more free of it (--headroom of a search, or a smaller --budget)"
+        "leave more free of it (--headroom of a search, or a smaller --budget)."
     )

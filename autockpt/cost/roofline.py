@@ -202,7 +202,7 @@ def waits_for_host(hardware: Hardware, graph: Graph) -> list[str]:
     if host <= MOSTLY_HOST * whole:
         return []
     fast, slow = (words.seconds(step(launch)[0]) for launch in HOSTS)
-    return [f"the GPU may wait for its host: {fast} if that takes 8 µs for an op, {slow} if 40; only real steps tell"]
+    return [f"The step may be host-bound: it takes {fast} where launching an op takes 8 µs, {slow} at 40 µs."]
 
 
 def _host_seconds(hardware: Hardware, device: np.ndarray) -> np.ndarray:

@@ -118,7 +118,7 @@ def said_of_host(environment: Environment, host_bytes: int, host_budget: int | N
     pinned = environment.device.kind not in WITHOUT_STREAMS
     how = "pinned (page-locked) host memory" if pinned else "host memory, in a mapped file"
     if (device := environment.versions.get("simulated")) is not None:
-        there = f"What the host of a {device} has is not described: check that it has as much free."
+        there = f"Host memory of the machine with the {device} is unknown: check that it has as much free."
     else:
         host = CpuDevice()
         there = f"This host has {format_binary(host.capacity())}, of which {format_binary(host.free())} are free now."

@@ -453,9 +453,9 @@ def plan_of_trial(run: RunDirectory, trial: Trial) -> Plan:
             f"{run.path} has no traced step, so its plans cannot be written",
             remedy="Search again with --fresh.",
         )
-    notes = (f"trial {trial.number} of {run.path.name}, {trial.name}",)
+    notes = (f"Trial {trial.number} of {run.path.name}, {trial.name}.",)
     if not trial.feasible:
-        notes = (*notes, f"not the answer of that run: {trial.state.replace('_', ' ')}")
+        notes = (*notes, f"Not the answer of that run: {trial.state.replace('_', ' ')}.")
     asked: dict[str, Any] = {"workload": run.question.get("workload")}
     compiled = {"compile": run.question.get("compile")}
     heads = list[Unit]()  # which no traced step lists

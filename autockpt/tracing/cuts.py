@@ -49,7 +49,7 @@ def said_of_cuts(graph: Graph, cuts: Sequence[str]) -> str:
     """One sentence on the cuts and on what they hold."""
     kept, given = bytes_of_modules(graph)
     held, inputs = (sum(of.get(cut, 0) for cut in cuts) for of in (kept, given))
-    part = f"{held / kept['']:.0%} of" if kept.get("") else ""
+    part = f"{held / kept[''] * 100:.0f} % of" if kept.get("") else ""
     return (
         f"Chosen for are the modules that keep most beyond their inputs: {listing(cuts)} ({part} what is kept for "
         f"backward, {format_bytes(held)}, for {format_bytes(inputs)} of inputs). `units` of the job names others."
@@ -72,8 +72,8 @@ def said_of_left_out(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
     units = ",".join(fold(dict.fromkeys([*(unit.name for unit in graph.blocks()), *largest], "")))
     share = total / graph.peak_bytes
     return (
-        f"Modules that are no units hold {share:.0%} of the peak of saving everything, and no choice is made for them: "
-        f"{listed}{more}. `units: '{units}'` in the --job file makes them units (units= of a Step).",
+        f"Modules that are no units hold {share * 100:.0f} % of the peak of saving everything, and no choice is made "
+        f"for them: {listed}{more}. `units: '{units}'` in the --job file makes them units (units= of a Step).",
     )
 
 

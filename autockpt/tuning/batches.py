@@ -160,7 +160,7 @@ class Climb:
         alike = [s for s in others if s.update_seconds <= (1 + APART) * best.update_seconds]
         if outcome.source == "simulated" and alike:
             listed = ", ".join(f"{s.batch_size} × {s.accumulate} ({s.plan})" for s in alike)
-            messages.append(f"As fast within {APART:.0%}, which a simulation cannot distinguish: {listed}.")
+            messages.append(f"As fast within {APART * 100:.0f} %, which a simulation cannot distinguish: {listed}.")
         if late := sorted(self.skipped - set(self.found)):
             messages.append(
                 f"The time limit of {self.clock.timeout:g} s left none for micro-batches of "

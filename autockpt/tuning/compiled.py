@@ -41,8 +41,8 @@ from autockpt.tuning.trials import Candidate, Plans, Score, Trials
 IN_GRAPHS = ("save", "recompute", "selective")
 """Choices that can be part of a compiled graph, compile_budget besides."""
 NOT_PREDICTED = (
-    "compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
-    "nothing is predicted (and a search without --compile offers more choices)"
+    "Compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
+    "nothing is predicted (and a search without --compile offers more choices)."
 )
 _COMPILING = {
     "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
@@ -89,7 +89,7 @@ class Compiled(Measured):
             on_budgets = any(choice.kind == "compile_budget" for choice in candidate.choices.values())
             if isinstance(error, ConflictError) and on_budgets and not self.refuses_budgets:
                 self.refuses_budgets = True
-                self.notes.append(f"no compile_budget for this model: {error.message}")
+                self.notes.append(f"No compile_budget for this model: {error.message}")
             return Score("failed", message=error.message)
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:

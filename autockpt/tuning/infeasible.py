@@ -121,7 +121,7 @@ def explain_refusal(
         least = min(100, math.ceil(100 * error.smallest_peak / prepared.needs(found.plain)))
         error.remedy = (
             f"{error.remedy.replace(f', or {SMALLER}', '')} A share is of the peak of saving everything, weights and "
-            f"optimizer included: the leanest plan needs {least}% of it. A share of what plans can change is written "
+            f"optimizer included: the leanest plan needs {least} % of it. A share of what plans can change is written "
             "60%act: 60 % of the way from the peak of the leanest plan without a choice for the output head to that of "
             "saving everything."
         )

@@ -145,10 +145,10 @@ def traced(
     heads = head_graphs(tracer, tracer.head, of_heads, listener)
     notes = list[str]()
     if refused := [kind for kind in space.choices if kind not in uniform]:
-        notes.append(f"not for this model: {', '.join(refused)} (apply such a plan to see why)")
+        notes.append(f"Not for this model: {', '.join(refused)} (apply such a plan to see why).")
         space = space.without(refused)
     if inexact and tracer.head is None and not IN_TILES.keys() & uniform.keys():
-        notes.append("--allow-inexact changes nothing: the model has no output head, and no layers with MLPs or norms")
+        notes.append("--allow-inexact changes nothing: the model has no output head, and no layers with MLPs or norms.")
     return Traced(tracer, uniform, heads, space, tuple(notes))
 
 
@@ -187,4 +187,4 @@ def less_than_asked(budget: Budget, environment: Environment) -> tuple[str, ...]
     device = environment.device
     if budget.kind != "bytes" or (budget.size or 0) <= device.capacity_bytes:
         return ()
-    return (f"{device.name} has {format_bytes(device.capacity_bytes)}, less than the budget: planned for what it has",)
+    return (f"{device.name} has {format_bytes(device.capacity_bytes)}, less than the budget: planned for what it has.",)

@@ -37,8 +37,8 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
     if cost_model is not None and target.knows_seconds and (pace := _pace(loop.trials)) is not None:
         forget_op_times(environment, prepared.workload_key)
         notes.append(
-            f"steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
-            "these were measured. The search went by its own steps; the next one measures op times again"
+            f"Steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
+            "these were measured. The search went by its own steps; the next one measures op times again."
         )
     tried = [(name, trial) for name, plan in known.items() if (trial := loop.trials.find(plan)) is not None]
     tried += [(OURS, best)] if best is not None else []
@@ -133,7 +133,7 @@ def _said_of_plan(best: Trial, head: Unit | None) -> Iterator[str]:
         yield f"{counted(tiled, 'layer')} with `tiles`: gradients are equal to plain training's only up to rounding."
     if best.measured is not None and (graphs := best.measured.graphs):
         compiled_to = "one graph and its backward" if graphs == 1 else f"{graphs} graphs and their backwards"
-        yield f"the plan's steps are compiled to {compiled_to}"
+        yield f"The plan's steps are compiled to {compiled_to}."
 
 
 def _pace(trials: Trials) -> float | None:

@@ -149,7 +149,7 @@ def _leanest(run: RunDirectory, outcome: SearchOutcome, most: float) -> Plan | N
     lean = min(trials, key=lambda trial: (peak_of_trial(trial), trial.score_seconds), default=None)
     if lean is None or outcome.plan is None or lean.plan_hash == outcome.plan.hash:
         return None
-    note = "the leanest plan that is no slower than the pipeline's slowest stage"
+    note = "The leanest plan that is no slower than the pipeline's slowest stage."
     return plan_of_trial(run, lean).model_copy(update={"notes": (note,)})
 
 

@@ -52,9 +52,9 @@ class Candidate:
 
 
 _NO_NUMBER = (
-    "the loss of the measured steps is not a finite number (nan or inf): bytes and seconds do not depend on that and "
+    "The loss of the measured steps is not a finite number (nan or inf): bytes and seconds do not depend on that and "
     "hold, but such steps train nothing. Check the batch (labels that are all masked give nan), the weights, and the "
-    "range of their type"
+    "range of their type."
 )
 
 

@@ -152,11 +152,15 @@ def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> tuple[int, in
     defaults = source.defaults
     rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
     if head.task not in TEXT:
-        return rows, None, "--seq-len ignored: images have the size that the model takes" if spec.seq_len else ""
+        return rows, None, "--seq-len is ignored: images have the size that the model takes." if spec.seq_len else ""
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
     usual = min(limit, _DEFAULT_LENGTH) if isinstance(limit, int) and limit > 0 else _DEFAULT_LENGTH
     length = spec.seq_len or (defaults.seq_len if defaults else None) or usual
-    return rows, length, "a single sequence needs no padding: same as --packed" if rows == 1 and not spec.packed else ""
+    return (
+        rows,
+        length,
+        "A single sequence needs no padding: same as --packed." if rows == 1 and not spec.packed else "",
+    )
 
 
 def _dtype_name(spec: WorkloadSpec, source: ConfigSource) -> str:

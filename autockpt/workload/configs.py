@@ -262,7 +262,7 @@ _TABLES: tuple[tuple[str, Task, str], ...] = (
     ),
     ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "token_classification", "AutoModelForTokenClassification"),
 )
-_TEXT_ONLY = "the batch is text only: images take more memory, so write a factory to plan for them"
+_TEXT_ONLY = "The batch is text only: images take more memory, so write a factory to plan for them."
 _NOTES = {"AutoModelForImageTextToText": _TEXT_ONLY}
 BY_HAND = "Write a function that returns (model, batch) and pass it as --model package.module:function."
 
@@ -282,7 +282,7 @@ def head_of(config: Any, architecture: str | None, where: str) -> Head:
         if config.model_type not in table or (task == "seq2seq_lm") != encoder_decoder:
             continue
         cls = table[config.model_type][0]
-        note = f"{named} has no loss of its own, so {cls} is trained" if named else None
+        note = f"{named} has no loss of its own, so {cls} is trained." if named else None
         return Head(cls, task, auto, note or _NOTES.get(auto))
     raise WorkloadError(
         f"{where} has no head that autockpt knows to train ({named or config.model_type})",

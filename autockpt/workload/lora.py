@@ -19,8 +19,8 @@ _EXPERTS = (
     "experts of a layer, and adds them to a copy of these. `target_modules` with attention's layers avoids it."
 )
 _NOT_PREPARED = (
-    "norms, embeddings and head keep their type; where the script calls PEFT's prepare_model_for_kbit_training, which "
-    "turns them to fp32, add `prepare_kbit`"
+    "Norms, embeddings and head keep their type; where the script calls PEFT's prepare_model_for_kbit_training, which "
+    "turns them to fp32, add `prepare_kbit`."
 )
 
 
@@ -61,7 +61,7 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
     factors = {name.partition(".lora_A.")[0]: p.dtype for name, p in adapted.named_parameters() if ".lora_A." in name}
     layers = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in factors))
     types = ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in factors.values()))
-    notes.append(f"LoRA of rank {rank_of(adapted)} on {layers}, adapters in {types}")
+    notes.append(f"LoRA of rank {rank_of(adapted)} on {layers}, adapters in {types}.")
     if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
         notes.append(_EXPERTS)
     if not spec.prepare_kbit and any(map(is_quantised, adapted.parameters())):

@@ -98,7 +98,7 @@ def prepare_for_training(model: nn.Module) -> str:
     nbytes = sum(p.numel() * p.element_size() for p in cast)
     prepare_model_for_kbit_training(model, use_gradient_checkpointing=False, auto_clear_cache=False)
     return (
-        f"as after PEFT's prepare_model_for_kbit_training: {len(cast)} weights (norms, embeddings, head) in fp32, "
+        f"As after PEFT's prepare_model_for_kbit_training: {len(cast)} weights (norms, embeddings, head) in fp32, "
         f"{format_bytes(nbytes)} more, and what passes between layers is fp32 unless autocast is on; pass "
         "use_gradient_checkpointing=False to it when you train with a plan"
     )

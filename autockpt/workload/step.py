@@ -22,7 +22,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Mark = Callable[[Phase], None]
 Told = Callable[[Tensor], None]
 
-_EVAL_MODE = "the model is in eval mode: dropout is off and is not planned for"
+_EVAL_MODE = "The model is in eval mode: dropout is off and is not planned for."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_THE_BATCH = ("batch_size", "seq_len", "tokens", "accumulate")
 _SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}

@@ -146,7 +146,7 @@ def test_where_plain_training_does_not_fit() -> None:
     report = verified(promised(work, {"model.layers.0": OFFLOAD}), Beside(work, plain_fits=False))
     assert checks(report) == dict.fromkeys(("gradients", "sentinels", "peak", "step time"), "passed")
     assert "recomputing every layer" in report.checks[0].detail
-    assert "plain training does not fit" in report.notes[0]
+    assert "Plain training does not fit" in report.notes[0]
 
 
 def test_plans_that_cannot_be_verified():
@@ -266,7 +266,7 @@ def test_headroom_may_be_used_by_what_no_simulation_knew() -> None:
 
 def test_a_simulated_step_time_is_shown_and_fails_nothing() -> None:
     check = judge_time(simulated("cuda"), measured(1000), same_device=False)
-    assert check.state == "skipped" and "simulated 100 ms for a card (+100%)" in check.detail
+    assert check.state == "skipped" and "simulated 100 ms for a card (+100.0 %)" in check.detail
 
 
 def test_no_plan_is_said_to_keep_its_promise_whose_gradients_were_not_compared() -> None:

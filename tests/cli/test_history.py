@@ -118,11 +118,11 @@ def test_a_trials_plan_is_a_plan(autockpt, tmp_path: Path) -> None:
     assert result.code == 0 and str(file) in result.out, result.err
     plan = Plan.load(file)
     assert str(plan.choices["h.0-1"]) == "recompute" and plan.status == "measured"
-    assert plan.measured is not None and plan.measured.peak_bytes == 1700 and "trial 1 of" in plan.notes[0]
+    assert plan.measured is not None and plan.measured.peak_bytes == 1700 and "Trial 1 of" in plan.notes[0]
     own = autockpt("history", str(run.path), "--trial", "1", "--plan-out", str(run.path / "plan.yaml"))
     assert (own.code, own.error) == (2, "usage")
     failed = autockpt("history", str(run.path), "--trial", "3", "--plan-out", str(tmp_path / "failed.yaml"))
-    assert failed.code == 0 and "not the answer" in " ".join(Plan.load(tmp_path / "failed.yaml").notes)
+    assert failed.code == 0 and "Not the answer" in " ".join(Plan.load(tmp_path / "failed.yaml").notes)
 
 
 def test_a_run_by_path_or_name_becomes_a_page(autockpt, tmp_path: Path) -> None:

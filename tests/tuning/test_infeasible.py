@@ -106,7 +106,7 @@ def test_an_infeasible_share_names_the_least_that_is_enough() -> None:
     with pytest.raises(InfeasibleError) as refused, naming(budget="60%"):
         raise InfeasibleError("nothing fits", remedy=f"Raise the budget, or {SMALLER}.", smallest_peak=901)
     remedy = refused.value.remedy
-    assert remedy.startswith("Raise the budget. A share is of") and "needs 91% of it" in remedy and "60%act" in remedy
+    assert remedy.startswith("Raise the budget. A share is of") and "needs 91 % of it" in remedy and "60%act" in remedy
     assert "batch" not in remedy
 
 

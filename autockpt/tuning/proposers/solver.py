@@ -144,10 +144,10 @@ class SolverProposer(Proposer):
         budget = self.request.budget.resolved(peaks[NONE], leanest, self.available_bytes, self.device.kind)
         none, notes = self.trials.find(self.known[NONE]), self.target.notes
         if self.request.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
-            notes.append("save-everything does not fit the device: the percentage is of its simulated peak")
+            notes.append("Saving everything does not fit the device: the percentage is of its simulated peak.")
         if budget.bytes > self.available_bytes:
             free = format_bytes(self.available_bytes)
-            notes.append(f"the device has less free than the budget ({free}); what does not fit there was not run")
+            notes.append(f"The device has less free than the budget ({free}); what does not fit there was not run.")
         self.trials.judge(budget)
         self._learn_budget()
         return any(item.choice.gathered for menu in self.cost_model.profile.menus for item in menu.items)

@@ -113,8 +113,8 @@ class Target:
             return None
         named = preferred(fitting, {t.number: t.score_seconds for t in fitting}, trials.budget_bytes or 0)
         if named.number != fitting[0].number:
-            close = f"trial #{named.number} is as fast as #{fitting[0].number}, within {AS_FAST:.1%}"
-            self.notes.append(f"{close}: {NAMED}")
+            close = f"Trial #{named.number} is as fast as #{fitting[0].number}, within {AS_FAST:.1%}"
+            self.notes.append(f"{close}: {NAMED}.")
         return named
 
 
@@ -127,5 +127,5 @@ def _seeds(plan: Plan | None, found: Traced) -> tuple[dict[str, dict[str, Choice
     chosen = {n: c for n, c in plan.choices_for(tracer.units, tracer.head).items() if c != SAVE}
     kept = {n: c for n, c in chosen.items() if n in blocks or (heads and n == heads.unit.name and c in heads.graphs)}
     left_out = sorted(set(chosen) - set(kept))
-    notes = (f"of the plan to start from, {', '.join(left_out)} was left out",) if left_out else ()
+    notes = (f"Of the plan to start from, {', '.join(left_out)} was left out.",) if left_out else ()
     return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes

@@ -48,7 +48,7 @@ MOST_ERROR = 0.01
 """Share of the step: plans that differ by more are not equally fast, however noisy their measurements."""
 SWINGS = 0.25
 """Noise of a step, as a share, that comes of other work on the machine."""
-BUSY = "step times vary strongly: other processes seem to use the machine. Search again with --fresh when it is idle"
+BUSY = "Step times vary strongly: other processes seem to use the machine. Search again with --fresh when it is idle"
 ON_CORES = (
     ", or leave cores to them, here and in training (OMP_NUM_THREADS): threads that wait for one another are slow"
 )
@@ -95,7 +95,7 @@ class Measured(Target):
         cost_model = _cost_model(prepared, self.clock, times)
         if times is None:
             self.knows_seconds = False
-            self.notes.append("the time limit left no room to time ops: nominal rates of the device ranked choices")
+            self.notes.append("The time limit left no room to time ops: nominal rates of the device ranked choices.")
         return cost_model
 
     def _op_times(self, prepared: Prepared) -> OpTimes | None:
@@ -176,7 +176,7 @@ class Measured(Target):
             compared.pop(0)
         seconds -= first_rounds([*finalists, *compared])
         if seconds <= 0:
-            self.notes.append("the time limit left no room to measure the best plans interleaved")
+            self.notes.append("The time limit left no room to measure the best plans interleaved.")
             return trials.best
         seconds = min(FINAL_SECONDS, seconds)  # for all finals until a winner holds the budget
         while finalists:
@@ -225,8 +225,8 @@ class Measured(Target):
         named = preferred([trials.all[number] for number in times], times, trials.budget_bytes or 0, error)
         most = min(times.values()) * (1 + error)
         if close := [f"#{number}" for number, each in times.items() if each <= most and number != named.number]:
-            alike = f"trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine"
-            self.notes.append(f"{alike}: {NAMED}")
+            alike = f"Trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine"
+            self.notes.append(f"{alike}: {NAMED}.")
         return named
 
     def confirm(self, choices: Mapping[str, Choice], budget_bytes: int) -> Measurement | None:
@@ -255,7 +255,7 @@ class Measured(Target):
                 held = winner.measured.model_copy(update={"peak_bytes": peak})
                 return trials.put(winner.model_copy(update={"measured": held}))
         where = f"over {CONFIRMING_STEPS} steps in a fresh process"
-        self.notes.append(f"trial #{winner.number} did not hold the budget {where}")
+        self.notes.append(f"Trial #{winner.number} did not hold the budget {where}.")
         return trials.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
 
 

@@ -100,5 +100,5 @@ def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace
     moving = [kind for kind in space.choices if kind in MOVING]
     if not hardware.unified_memory or not moving:
         return space, ()
-    note = f"not on {hardware.name}: {', '.join(moving)} (host and device share their memory)"
+    note = f"Not on {hardware.name}: {', '.join(moving)} (host and device share their memory)."
     return space.without(moving), (note,)
