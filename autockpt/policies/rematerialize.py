@@ -217,7 +217,7 @@ class RemakePolicy(Policy):
         refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)
         _scopes(unit)
         session.place(unit.module, run_rematerialized, RemakeState(unit.name, choice))
-        kept = "matrix products and attention" if EVERYTHING in choice.keep else ", ".join(choice.keep)
+        kept = "matrix products and attention" if EVERYTHING in choice.keep else f"products of {', '.join(choice.keep)}"
         where = f" of {', '.join(choice.within)}" if choice.within else ""
-        besides = f", products of {kept} are kept" if kept else ""
-        return f"remake: tensors{where} are made again one by one in backward{besides}"
+        besides = f", {kept} are kept" if choice.keep else ""
+        return f"remake: tensors{where} are rematerialized one by one in backward{besides}"

@@ -150,9 +150,10 @@ class SelectivePolicy(Policy):
         for module in regions.values():
             session.place(module, run_recomputed, SelectiveState(unit.name, keep))
         again = ", ".join(filter(None, regions)) or "its forward"
-        kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep) or "nothing"
+        kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep)
+        besides = f", outputs of {kept} are kept" if kept else ""
         runs = "runs" if len(regions) == 1 else "run"
-        return f"{choice.kind}: {again} {runs} again in backward, outputs of {kept} are kept"
+        return f"{choice.kind}: {again} {runs} again in backward{besides}"
 
 
 _Scopes = dict[nn.Module, frozenset[Any] | None]

@@ -30,6 +30,7 @@ from autockpt.runtime.session import Session, attach_units, compiled_as, look_af
 from autockpt.schema.choices import Choice
 from autockpt.schema.plan import When
 from autockpt.schema.sizes import format_binary
+from autockpt.schema.words import counted
 
 SHOWN = 5  # moves
 # Copies and pickles begin anew, and go by the batch alone: counters of a device cannot be told apart by model.
@@ -205,11 +206,11 @@ class BatchSets(Session):
                 which = f"batches up to {bound}" + (", and larger" if last else "")
             else:
                 which = "all other batches" if number else "all batches"
-            yield f"  {which} ({self.used[number]} forwards so far):"
+            yield f"  {which} ({counted(self.used[number], 'forward')} so far):"
             yield from session.describe("    ")
         if self.adaptive is not None:
             moves = self.adaptive.moves
-            yield f"  adaptive within {format_binary(self.adaptive.limit)}: {len(moves)} moves so far"
+            yield f"  adaptive within {format_binary(self.adaptive.limit)}: {counted(len(moves), 'move')} so far"
             yield from (f"    {move}" for move in moves[-SHOWN:])
 
     def remove(self) -> None:

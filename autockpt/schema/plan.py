@@ -563,10 +563,12 @@ def _made_for(plan: Plan) -> str:
 
 def _done(plan: Plan) -> str:
     try:
-        choices = plan.expand_planned()
+        choices = plan.expand_planned() if plan.model.classes else {}
     except PlanError:
-        choices = dict(plan.choices)
-    return f"{words.strip(choices)}   {words.tally(choices)}" if choices else "nothing: every unit saves"
+        choices = {}
+    if not choices:  # how many units a pattern names is not known
+        return "; ".join(choice_lines(plan.choices)) or "nothing: every unit saves"
+    return f"{words.strip(choices)}   {words.tally(choices)}"
 
 
 def _peak(plan: Plan) -> str:
