@@ -85,7 +85,7 @@ def print_explanation(said: Explanation, console: Console) -> None:
     at_peak = said.moment.op == said.curve.peak_op
     when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
     moving = format_binary(sum(s.total for s in said.units))
-    heading(f"Transient memory, {when}: {moving}", console, _slices(said.units, UNITS))
+    heading(f"Memory by unit, {when}: {moving} of activations and transients", console, _slices(said.units, UNITS))
     heading("Bytes over time, op by op", console)
     _chart(said, console)
     then = "then" if at_peak else f"at op {said.moment.op:,}"
@@ -227,7 +227,7 @@ def sparklines(curve: Curve, columns: int) -> dict[str, str]:
     Each is that of the op at which the run holds the most.
     """
     at, peak = resampled(curve.total, columns), max(curve.total, default=1)
-    lines = {"all": curve.total, "transient": curve.transient, "gradients, optimizer": curve.growing}
+    lines = {"all": curve.total, "activations etc.": curve.transient, "gradients, optimizer": curve.growing}
     return {name: "".join(LEVELS[round(8 * sizes[i] / peak)] for i in at) for name, sizes in lines.items()}
 
 

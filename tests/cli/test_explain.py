@@ -142,7 +142,7 @@ def test_an_explanation_on_screen(width: int, explanation: Explanation) -> None:
     assert len(lines) < 100, "two screens"
     said = " ".join(text.split())
     assert "(budget 60%act)" in said and "Measured: " in said
-    for heading in ("Where the bytes go", "Transient memory", "Bytes over time", "Choices for h.0-1", "Why this plan"):
+    for heading in ("Where the bytes go", "Memory by unit", "Bytes over time", "Choices for h.0-1", "Why this plan"):
         assert heading in said
     assert "a note about" in said
 
