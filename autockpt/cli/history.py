@@ -33,7 +33,9 @@ UNJUDGED = "not known: the budget was not known in bytes yet"
 @guarded
 def history(
     place: Path = arg("RUN|FOLDER", "A run's directory, its name in results/, or a folder of runs.", default=RESULTS),
-    trial: int | None = opt("--trial N", "One trial of a run in full: measurements, predictions, why.", min=0),
+    trial: int | None = opt(
+        "--trial N", "One trial of a run in full: measurements, predictions, why it failed.", min=0
+    ),
     plan_out: Path | None = opt("--plan-out FILE", "With --trial: write that trial's plan."),
     page: bool = flag("--page", "Write one HTML page: report.html of a run, index.html of a folder."),
     as_json: bool = flag("--json", "Print JSON."),
@@ -186,15 +188,17 @@ def print_table(trials: Sequence[Trial], front: Sequence[Trial], console: Consol
         console.print(Text("* on the Pareto front: no other is both faster and leaner", style="dim"))
     if any(t.state == "simulated" for t in trials):
         console.print(simulated(step_note))
+    if any(t.measured is not None and t.measured.noise >= words.USELESS_NOISE for t in trials):
+        console.print(Text(words.NOISE_UNKNOWN, style="dim"))
     if any(t.feasible is None for t in trials):
         console.print(Text(f"? {UNJUDGED}", style="dim"))
     console.print()
 
 
 def _trials_table(trials: Sequence[Trial], front: set[int], width: int) -> Table:
-    """Number, encoding, peak, step time, verdict, hash and the choices in one line, of one length for all."""
+    """Number, origin, peak, step time, verdict, hash and the choices in one line, of one length for all."""
     units = list(dict.fromkeys(name for trial in trials for name in trial.choices))
-    table = plain_table("", ">#", "encoding", ">peak", ">step", "fits", "plan", "<choices")
+    table = plain_table("", ">#", "origin", ">peak", ">step", "fits", "plan", "<choices")
     for trial in trials:
         known, mark = trial.measured or trial.predicted, "" if trial.measured is not None else "~"
         table.add_row(
@@ -230,7 +234,7 @@ def print_trial(trial: Trial, console: Console) -> None:
     console.print(_beside(trial))
     if trial.parameters:
         found = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.parameters.items())
-        console.print(f"\nParameters: {found}", soft_wrap=True)
+        console.print(f"\nSolver knobs: {found}", soft_wrap=True)
     console.print(f"\n{words.strip(trial.choices)}   {words.tally(trial.choices)}")
     for pattern, choice in fold(trial.choices).items():
         console.print(Text(f"  {pattern}: {choice}", style="dim"), soft_wrap=True)

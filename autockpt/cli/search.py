@@ -224,7 +224,9 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
         console.print(answer_table(rows))
         if any(r.plan.predicted is not None for r in rows) or outcome.step_note:
             console.print(simulated(outcome.step_note))
-        console.print(Text("; ".join(legend_of_names(row.plan.name for row in rows))), style="dim")
+        legend = legend_of_names(row.plan.name for row in rows)
+        unknown = any(row.known is not None and row.known.noise >= words.USELESS_NOISE for row in rows)
+        console.print(Text("; ".join([*legend, *([words.NOISE_UNKNOWN] if unknown else [])])), style="dim")
     remarks(_remarks(outcome, rows), console)
     if outcome.plan is not None:
         _print_plan(outcome, outcome.plan, console)

@@ -17,6 +17,7 @@ from autockpt.schema.workload import WorkloadSpec
 
 NO_DIFFERENCE = 0.0005  # of a step: what would be printed as 0.0 %
 USELESS_NOISE = 0.9995  # what would be printed as 100 % or more
+NOISE_UNKNOWN = "±?: too few steps timed to estimate noise"
 
 
 def seconds(value: float) -> str:

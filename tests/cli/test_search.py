@@ -13,6 +13,7 @@ from autockpt.cli.search import print_answer, print_stages
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Comparison, Listener, Measurement, SearchOutcome, SearchRequest, Verdict, WorkloadSpec
 from autockpt.schema.request import BatchAnswer, BatchSetting, PipelineAnswer, StagePlan
+from autockpt.schema.words import NOISE_UNKNOWN
 from autockpt.tuning import search_request
 from tests import samples
 from tests.analysis.samples import make_run
@@ -211,7 +212,9 @@ def test_an_overhead_comes_with_its_interval() -> None:
     rows = (noisy("none", "over_budget", 500, 1.0, 0.03), noisy("ours", "fits", 400, 1.1, 0.04))
     assert answer_rows(rows, 450 * MIB)[-1].overhead_noise == pytest.approx(0.05)
     answer = outcome().model_copy(update={"rows": rows})
-    assert "±5.0 %" in printed(answer)
+    assert "±5.0 %" in printed(answer) and NOISE_UNKNOWN not in printed(answer)
+    once = answer.model_copy(update={"rows": (*rows, noisy("every-2", "fits", 400, 1.1, 1.0))})
+    assert "±?" in cells(printed(once), "every-2") and NOISE_UNKNOWN in printed(once)
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
