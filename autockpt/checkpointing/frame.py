@@ -51,8 +51,27 @@ class CheckpointFrame:
     is entered around each recomputation. Inputs are held by ``hold``.
     """
 
-    # without a dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
-    # garbage collector looks through everything
+    # What the slots hold.
+    # The call, for each recomputation:
+    #   _unit, _forward, _turn          whose call it is, what is called, and in which context
+    #   _template, _inputs, _trains     the arguments: their structure, the tensors as held, which of these train
+    #   _parameters, _versions          the unit's parameters, and their versions in forward
+    #   _context, _before, _training    random state and modes; attributes as they were before; training flags
+    # While the forward runs:
+    #   _live                           the inputs themselves; None afterwards
+    #   _late                           of a checked call: how many went unchecked before it; None in others
+    #   _learned                        numbers of indices that calls of this kind keep, shared by them
+    #   _looked_at, _beyond             the numbers that `pack` looks at: these, and all from `_beyond` on
+    # From forward to backward, by the number of the saved tensor:
+    #   _sizes, _chosen                 how many elements it has; indices that are kept, with their version
+    #   _observer, _compared            what compares it with its recomputation, and its comparison
+    # In backward:
+    #   _values                         recomputed tensors, with their versions, until autograd asks for them
+    #   _filled, _until, _to_end        numbers that have a tensor; the one to stop at; whether to run the whole forward
+    #   _shared                         storages of buffers that are written to when the recomputation ends
+    #
+    # There is no dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
+    # garbage collector looks through everything.
     __slots__ = (
         *("_before", "_beyond", "_chosen", "_compared", "_context", "_filled", "_forward", "_inputs", "_late"),
         *("_learned", "_live", "_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template"),

@@ -181,7 +181,19 @@ class KeepingFrame(CheckpointFrame):
     """One call of a unit whose scopes keep outputs, and return them in its recomputation.
 
     What it keeps is ``_caught``, outputs of calls, and ``_wanted``, saved tensors by their number. Both depend
-    on the ``_layout``, which is learned from ``_learning`` where it is not known yet.
+    on the ``_layout``, which is learned from ``_learning`` where it is not known yet. A frame learns or follows in its
+    forward, and replays from its first recomputation on:
+
+    ======  ==================  =====  ========================  =================================  ==================
+    state   begins with         _row   _caught                   _wanted                            _noted
+    ======  ==================  =====  ========================  =================================  ==================
+    learn   no ``_layout``      None   filled when forward ends  filled when forward ends           a list in each call
+    follow  a known one         None   an entry for each call    known numbers, filled when saved   None
+    replay  a recomputation     list   empty: it is in ``_row``  until the recomputation ends       None
+    ======  ==================  =====  ========================  =================================  ==================
+
+    A forward that does not do what its layout says keeps nothing: its recomputation runs every call again, and so does
+    every recomputation after the first.
     """
 
     __slots__ = (

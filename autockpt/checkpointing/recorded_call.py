@@ -275,6 +275,13 @@ class RecordedCall:
             self._observer.forward_ended()
         return output
 
+    # What autograd is given in the place of a saved tensor is one of two:
+    #   (tensor, version)                          a kept tensor, and its version when it was saved
+    #   (position, comparison or None, cells)      a dropped one: its place in the recipe, what compares it, the tensors
+    #                                              that it is made from
+    # A recorded call has no recipe yet. It hands out [tensor, version, stream], and keeps these lists: when its forward
+    # has ended, those of dropped tensors get the second content in place.
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook for what autograd saves.
 
