@@ -214,8 +214,8 @@ class _Planner:
         recipe.positions.append(Position(form, None, None, dropped, number, view, recipe.groups.index(cells)))
         recipe.cells = max([recipe.cells, *(cell + 1 for cell in cells)])
 
-    # What to hold for a value. The cost of a value is the extra bytes to hold so that it can be recomputed: 0 if it is in
-    # reach, else the sum, over what its op reads, of the lesser of recomputing that and holding it by a tap.
+    # What to hold for a value. The cost of a value is the extra bytes to hold so that it can be recomputed: 0 if it is
+    # in reach, else the sum, over what its op reads, of the lesser of recomputing that and holding it by a tap.
     # `_by_making` and `_by_any_way` find the least cost, to a depth of `_DEPTH` ops. `_commit` walks the same decisions
     # again and notes the taps.
 
