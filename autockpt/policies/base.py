@@ -1,6 +1,6 @@
 """What a policy is, and how a choice sits on a module: as the instance's own ``forward``, and nothing else changes.
 
-A policy carries out one kind of choice on live modules; the table of them is in ``__init__``. It attaches a function of
+A policy attaches one kind of choice to live modules; the table of them is in ``__init__``. It attaches a function of
 the module and a state. Module hooks, ``state_dict``, parameter names and the class stay what they are. A plain closure
 would make a deepcopy run the original's weights, and a bound method does not survive pickling: a partial over a
 module-level function does both, because module and state are ordinary arguments of it.
@@ -286,27 +286,14 @@ class ForwardListener(Protocol):
     def end(self) -> None: ...
 
 
-class Policy:
-    """Carries out one kind of choice."""
-
-    def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
-        """Attach the choice to ``units``, which stand in order of execution: by itself to each of them, or together.
-
-        Raises ConflictError where that cannot be made safe.
-        """
-        for unit in units:
-            session.attached[unit.name] = self.attach_to(unit, session)
-
-    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
-        """The same to one unit, and in words what was attached. For choices that go unit by unit."""
-        raise NotImplementedError
+Attach = Callable[[PlannedUnit, "Session"], str]
+"""A policy: attaches its choice to one unit, and says in words what it attached. It is called for the units of a plan
+in order of execution. Raises ConflictError where that cannot be made safe."""
 
 
-class SavePolicy(Policy):
+def attach_nothing(unit: PlannedUnit, session: Session) -> str:
     """Autograd keeps what it needs, as PyTorch does by itself. Nothing is attached, so it costs nothing."""
-
-    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
-        return "nothing: autograd keeps what it saves"
+    return "nothing: autograd keeps what it saves"
 
 
 def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called: bool = True) -> dict[str, nn.Module]:

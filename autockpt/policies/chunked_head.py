@@ -24,18 +24,17 @@ from torch.overrides import _get_current_function_mode_stack
 
 from autockpt.checkpointing.replay_context import AutocastState, running_again
 from autockpt.errors import ConflictError, InPlaceError
-from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, is_enabled, is_library
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, is_enabled, is_library
 from autockpt.policies.lazy_logits import LazyLogits, Rows, lazy_logits
 
 
-class ChunkedLossPolicy(Policy):
-    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
-        refuse_others(unit)
-        _refuse_parts(unit.module, unit.name)
-        tokens = unit.choice.tokens  # type: ignore[union-attr]
-        session.place(unit.module, run_chunked, HeadState(unit.name, tokens))
-        how = "again in backward; gradients are equal up to rounding"
-        return f"chunked_loss: logits and loss of {tokens} tokens at a time, {how}"
+def attach_chunked_loss(unit: PlannedUnit, session: Session) -> str:
+    refuse_others(unit)
+    _refuse_parts(unit.module, unit.name)
+    tokens = unit.choice.tokens  # type: ignore[union-attr]
+    session.place(unit.module, run_chunked, HeadState(unit.name, tokens))
+    how = "again in backward; gradients are equal up to rounding"
+    return f"chunked_loss: logits and loss of {tokens} tokens at a time, {how}"
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -214,12 +213,11 @@ def plain_head(module: nn.Module) -> nn.Module:
     return module if inner is None else plain_head(inner)
 
 
-class ChunkedSoftmaxPolicy(Policy):
-    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
-        refuse_others(unit)
-        chunks = unit.choice.chunks  # type: ignore[union-attr]
-        session.place(unit.module, run_softmax, HeadState(unit.name, chunks))
-        return f"chunked_softmax: in {chunks} parts, again in backward"
+def attach_chunked_softmax(unit: PlannedUnit, session: Session) -> str:
+    refuse_others(unit)
+    chunks = unit.choice.chunks  # type: ignore[union-attr]
+    session.place(unit.module, run_softmax, HeadState(unit.name, chunks))
+    return f"chunked_softmax: in {chunks} parts, again in backward"
 
 
 def run_softmax(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner
 from autockpt.policies.compiling import claim
 from autockpt.schema.choices import CompileBudget
 
@@ -27,14 +27,11 @@ class BudgetState(Attachment):
         self.fraction = repr(fraction)
 
 
-class CompileBudgetPolicy(Policy):
-    """Carries out ``compile_budget``."""
-
-    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
-        assert isinstance(unit.choice, CompileBudget)
-        fraction = unit.choice.fraction
-        session.place(unit.module, run_budgeted, BudgetState(unit.name, fraction))
-        return f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)"
+def attach_compile_budget(unit: PlannedUnit, session: Session) -> str:
+    assert isinstance(unit.choice, CompileBudget)
+    fraction = unit.choice.fraction
+    session.place(unit.module, run_budgeted, BudgetState(unit.name, fraction))
+    return f"compile_budget: its compiled graph saves at most {fraction:g} of what it would (eager: all)"
 
 
 def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs: Any) -> Any:

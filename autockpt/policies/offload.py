@@ -7,7 +7,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +19,12 @@ from autockpt.checkpointing.divergence import CheckedCall
 from autockpt.checkpointing.offloaded import KeptTensor, OffloadedCall, OffloadedTensor, OffloadHooks
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import OffloadTransports, Transports
-from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, device_of, is_enabled
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, device_of, is_enabled
 from autockpt.policies.compiling import compiled_by, eagerly, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_modules
-from autockpt.policies.recompute import RecomputePolicy
+from autockpt.policies.recompute import attach_recompute
 from autockpt.policies.saving import keep_identity
+from autockpt.schema.choices import Offload, RecomputeOffload
 from autockpt.schema.graph import Tier
 
 _unpack = operator.methodcaller("unpack")  # no function of Python's: backward asks for every tensor
@@ -43,7 +44,7 @@ class Pipeline:
         self._make = transports
         # the way off a device; raises MeasurementError for kinds of device that have none
         self.transport: Callable[[torch.device, Tier], Transport] = functools.cache(transports)
-        self.ends: set[int] = set()  # places of units at whose end others are settled, by either choice that moves
+        self.ends: set[int] = set()  # places of units of other choices at whose end some are settled
         self.begin()
 
     def __reduce__(self) -> tuple[type[Pipeline], tuple[OffloadTransports]]:
@@ -134,45 +135,34 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         return output
 
 
-class OffloadPolicy(Policy):
-    words: ClassVar[str] = "what it saves leaves the device between forward and backward"
-
-    def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
-        if not units:
-            return
-        pipeline = next((known for known in session.listeners if isinstance(known, Pipeline)), None)
-        if pipeline is None:
-            pipeline = Pipeline(session.transports)
-            session.listeners.append(pipeline)
-        tiers: list[Tier] = [unit.choice.tier for unit in units]  # type: ignore[union-attr]
-        # a device that nothing can be moved off is refused now, not in the middle of training
-        queues = any([pipeline.transport(_device(u), tier).copy_queues for u, tier in zip(units, tiers, strict=True)])
-        places, last = {unit.name: place for place, unit in enumerate(session.order)}, len(session.order) - 1
-        waited: set[int] = set()
-        for unit, tier in zip(units, tiers, strict=True):
-            refuse_modules(unit.module, unit.name, nn.RReLU)
-            place = places[unit.name]
-            due = min(place + unit.choice.window, last)  # type: ignore[union-attr]
-            waited.add(due)
-            session.place(unit.module, run_offloaded, OffloadState(unit.name, pipeline, place, due, tier))
-            where = ", to a file on disk" if tier == "disk" else ""
-            until = f"; waited for {due - place} units on" if queues and due > place + 1 else ""
-            session.attached[unit.name] = f"{unit.choice.kind}: {self.words}{where}{until}"
-        for place in sorted(waited - pipeline.ends) if queues else ():
-            unit = session.order[place]
-            if unit.choice.kind not in MOVING:
-                session.place(unit.module, run_then_settle, OffloadState(unit.name, pipeline, place, place))
-        pipeline.ends |= waited
+_LEAVES = "what it saves leaves the device between forward and backward"
 
 
-class RecomputeOffloadPolicy(OffloadPolicy, RecomputePolicy):
+def attach_offload(unit: PlannedUnit, session: Session, words: str = _LEAVES) -> str:
+    choice, order = unit.choice, session.order
+    assert isinstance(choice, Offload | RecomputeOffload)
+    refuse_modules(unit.module, unit.name, nn.RReLU)
+    pipeline = next((known for known in session.listeners if isinstance(known, Pipeline)), None)
+    if pipeline is None:
+        pipeline = Pipeline(session.transports)
+        session.listeners.append(pipeline)
+    place = order.index(unit)
+    due = min(place + choice.window, len(order) - 1)
+    session.place(unit.module, run_offloaded, OffloadState(unit.name, pipeline, place, due, choice.tier))
+    # a device that nothing can be moved off is refused now, not in the middle of training
+    queues = pipeline.transport(_device(unit), choice.tier).copy_queues
+    if queues and due not in pipeline.ends and order[due].choice.kind not in MOVING:
+        pipeline.ends.add(due)
+        session.place(order[due].module, run_then_settle, OffloadState(order[due].name, pipeline, due, due))
+    where = ", to a file on disk" if choice.tier == "disk" else ""
+    until = f"; waited for {due - place} units on" if queues and due > place + 1 else ""
+    return f"{choice.kind}: {words}{where}{until}"
+
+
+def attach_recompute_offload(unit: PlannedUnit, session: Session) -> str:
     """Offload around a recompute, whose forward runs again as ever."""
-
-    words: ClassVar[str] = "its input leaves the device, its forward runs again in backward"
-
-    def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
-        RecomputePolicy.attach(self, units, session)
-        super().attach(units, session)
+    attach_recompute(unit, session)
+    return attach_offload(unit, session, "its input leaves the device, its forward runs again in backward")
 
 
 def _device(unit: PlannedUnit) -> torch.device:

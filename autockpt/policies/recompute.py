@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
-from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, inner_of, is_enabled
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled
 from autockpt.policies.compiling import claim, outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.kv_cache import with_caches, without_caches
@@ -54,13 +54,12 @@ class RecomputeState(Attachment):
         return call_inner(module, self, *with_caches(args, kwargs))
 
 
-class RecomputePolicy(Policy):
-    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
-        refuse_modules(unit.module, unit.name)
-        if (tiles := unit.choice.tiles) > 1:  # type: ignore[union-attr]
-            attach_tiles(unit, session, tiles)
-        session.place(unit.module, run_recomputed, RecomputeState(unit.name))
-        return "recompute: its inputs are kept, its forward runs again in backward"
+def attach_recompute(unit: PlannedUnit, session: Session) -> str:
+    refuse_modules(unit.module, unit.name)
+    if (tiles := unit.choice.tiles) > 1:  # type: ignore[union-attr]
+        attach_tiles(unit, session, tiles)
+    session.place(unit.module, run_recomputed, RecomputeState(unit.name))
+    return "recompute: its inputs are kept, its forward runs again in backward"
 
 
 def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from autockpt.checkpointing.segment import SegmentCalls, SegmentFrame
-from autockpt.policies.base import PlannedUnit, Policy, Session
+from autockpt.policies.base import PlannedUnit, Session
 from autockpt.policies.compiling import outside_graphs
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
@@ -21,20 +21,19 @@ from autockpt.schema.choices import Segment
 class SegmentState(RecomputeState):
     """A unit's attachment, with the calls of its segment."""
 
-    def __init__(self, unit: str, calls: SegmentCalls) -> None:
+    def __init__(self, unit: str, calls: Any) -> None:
         super().__init__(unit)
         self.frame = functools.partial(SegmentFrame, calls)
 
 
-class SegmentPolicy(Policy):
-    def attach(self, units: Sequence[PlannedUnit], session: Session) -> None:
-        for members in _segments(session.order):
-            calls = SegmentCalls()
-            session.listeners.append(calls)
-            for unit in members:
-                refuse_modules(unit.module, unit.name)
-                session.place(unit.module, run_in_segment, SegmentState(unit.name, calls))
-                session.attached[unit.name] = _words(members)
+def attach_segment(unit: PlannedUnit, session: Session) -> str:
+    refuse_modules(unit.module, unit.name)
+    members = next(members for members in _segments(session.order) if unit in members)
+    if unit is members[0]:
+        session.listeners.append(SegmentCalls())
+    # units are attached in order: the segment that was begun last is this one's
+    session.place(unit.module, run_in_segment, SegmentState(unit.name, session.listeners[-1]))
+    return _words(members)
 
 
 def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of
 from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
-from autockpt.policies.base import Attachment, PlannedUnit, Policy, Session, call_inner, drop, inner_of, modules_named
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, drop, inner_of, modules_named
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
@@ -128,32 +128,30 @@ def run_function_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kw
 run_as_it_is(FunctionScopes.__torch_function__)
 
 
-class SelectivePolicy(Policy):
-    """Carries out ``selective``: products of the named modules, or of the whole unit, are not run again.
+def attach_selective(unit: PlannedUnit, session: Session) -> str:
+    """``selective``: products of the named modules, or of the whole unit, are not run again.
 
     And ``keep_attention``, which keeps the outputs of fused attention alone.
     """
-
-    def attach_to(self, unit: PlannedUnit, session: Session) -> str:
-        refuse_modules(unit.module, unit.name)
-        choice = unit.choice
-        keep, within = (choice.keep, choice.within) if isinstance(choice, Selective) else ((ATTENTION,), ())
-        # what runs again, each by itself, by its name inside the unit: "" is the unit
-        regions = modules_named(unit, within, "that could run again") if within else {"": unit.module}
-        # first the scopes: what runs again may itself be one, inside of what recomputes it
-        states = {}
-        for module, functions in _scopes(unit, keep, regions).items():
-            states[module] = ScopeState(unit.name, module, functions or frozenset())
-            run = run_module_scope if functions is None else run_function_scope
-            session.place(module, run, states[module])
-        session.listeners.append(_CompiledInPlace(unit.module, states))
-        for module in regions.values():
-            session.place(module, run_recomputed, SelectiveState(unit.name, keep))
-        again = ", ".join(filter(None, regions)) or "its forward"
-        kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep)
-        besides = f", outputs of {kept} are kept" if kept else ""
-        runs = "runs" if len(regions) == 1 else "run"
-        return f"{choice.kind}: {again} {runs} again in backward{besides}"
+    refuse_modules(unit.module, unit.name)
+    choice = unit.choice
+    keep, within = (choice.keep, choice.within) if isinstance(choice, Selective) else ((ATTENTION,), ())
+    # what runs again, each by itself, by its name inside the unit: "" is the unit
+    regions = modules_named(unit, within, "that could run again") if within else {"": unit.module}
+    # first the scopes: what runs again may itself be one, inside of what recomputes it
+    states = {}
+    for module, functions in _scopes(unit, keep, regions).items():
+        states[module] = ScopeState(unit.name, module, functions or frozenset())
+        run = run_module_scope if functions is None else run_function_scope
+        session.place(module, run, states[module])
+    session.listeners.append(_CompiledInPlace(unit.module, states))
+    for module in regions.values():
+        session.place(module, run_recomputed, SelectiveState(unit.name, keep))
+    again = ", ".join(filter(None, regions)) or "its forward"
+    kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep)
+    besides = f", outputs of {kept} are kept" if kept else ""
+    runs = "runs" if len(regions) == 1 else "run"
+    return f"{choice.kind}: {again} {runs} again in backward{besides}"
 
 
 _Scopes = dict[nn.Module, frozenset[Any] | None]

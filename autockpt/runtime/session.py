@@ -84,8 +84,10 @@ def attach_units(
     _check_free(model, units)
     session = Session(units, transports, sentinels)
     try:
-        for kind, policy in POLICIES.items():
-            policy.attach([unit for unit in units if unit.choice.kind == kind], session)
+        for kind, attach_to in POLICIES.items():
+            for unit in units:
+                if unit.choice.kind == kind:
+                    session.attached[unit.name] = attach_to(unit, session)
         for unit in units:
             session.attached[unit.name] += _in_tiles(unit.choice)
             if unit.choice.gathered:

@@ -86,10 +86,10 @@ def test_units_that_count_are_measured_in_mid_training():
 def test_nothing_is_left_when_attaching_fails(monkeypatch):
     from autockpt.policies import POLICIES
 
-    def fail(units, session):
+    def fail(unit, session):
         raise ConflictError("no")
 
-    monkeypatch.setattr(POLICIES["offload"], "attach", fail)
+    monkeypatch.setitem(POLICIES, "offload", fail)
     model = LLAMA.make()
     with raises(ConflictError):
         attach(model, dict(zip(layers(), (RECOMPUTE, OFFLOAD, RECOMPUTE), strict=True)))
