@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -141,7 +140,6 @@ class OpRecorder:
         self._flags = _flags()
         # by address of the storage; a weak reference tells it from another that got the address later
         self._values: dict[int, tuple[weakref.ref[torch.UntypedStorage], Value]] = {}
-        self._turns = Counter[int]()
         for given, tensors in (("input", inputs), ("weight", weights)):
             for number, tensor in enumerate(tensors):
                 if tensor is not None and is_plain(tensor) and self._find(tensor) is None:
@@ -252,13 +250,11 @@ class OpRecorder:
         self.saved.append(Saved(value, geometry, tensor.dtype, plain and can_be_sampled(tensor)))
         self.timeline.append(self.saved[-1])
 
-    def pass_module(self, module: int, tensors: Sequence[Any]) -> None:
+    def pass_module(self, module: int, turn: int, tensors: Sequence[Any]) -> None:
         """A module inside was given ``tensors``, or returned them. They are held until the record is planned from.
         Inside of torch.vmap they have no memory of their own."""
         if current_transform() is not None:
             return
-        turn = self._turns[module]
-        self._turns[module] += 1
         for argument, tensor in enumerate(tensors):
             if isinstance(tensor, torch.Tensor) and is_plain(tensor):
                 value = self._find(tensor)

@@ -262,8 +262,7 @@ class RecordedCall:
             recipe = self._recipe
             with saved_tensors_hooks(self.pack, self.unpack):
                 if recipe.taps:
-                    turns, thread = Counter[int](), threading.get_ident()
-                    with tapping(self._unit, recipe.taps, functools.partial(self._take, turns, thread)):
+                    with tapping(self._unit, recipe.taps, self._take):
                         output = forward(*args, **kwargs)
                 else:
                     output = forward(*args, **kwargs)
@@ -318,12 +317,8 @@ class RecordedCall:
         """The call does something else: keep all from here on."""
         self._lost, self._upcoming = True, itertools.repeat(_KEPT)
 
-    def _take(self, turns: Counter[int], thread: int, number: int, tensors: Sequence[Any]) -> None:
+    def _take(self, number: int, turn: int, tensors: Sequence[Any]) -> None:
         """A module inside is given, or returns, these tensors."""
-        if threading.get_ident() != thread:
-            return
-        turn = turns[number]
-        turns[number] += 1
         for nth, argument, cell, form in self._recipe.taps[number]:
             tensor = tensors[argument] if nth == turn and argument < len(tensors) else None
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and form_of(tensor) == form:
@@ -461,25 +456,26 @@ class RecordedCall:
 
 
 @contextmanager
-def tapping(unit: RecordedUnit, numbers: Iterable[int], take: Callable[[int, Sequence[Any]], None]) -> Iterator[None]:
-    """Inside, ``take`` is handed what modules are given; for inverted numbers, what they return.
+def tapping(
+    unit: RecordedUnit, numbers: Iterable[int], take: Callable[[int, int, Sequence[Any]], None]
+) -> Iterator[None]:
+    """Inside, ``take`` is handed the number and turn of each module, and what it is given; for inverted numbers, what
+    it returns.
 
     Hooks are there for this one call, so that nothing of it is copied or saved along with the modules.
     """
+    turns, thread = Counter[int](), threading.get_ident()
 
-    def before(number: int, _: nn.Module, args: tuple[Any, ...]) -> None:
-        take(number, args)
-
-    def after(number: int, _: nn.Module, args: Any, output: Any) -> None:
-        take(number, (output,))
+    def passed(number: int, _: nn.Module, args: tuple[Any, ...], *output: Any) -> None:
+        if threading.get_ident() == thread:
+            turns[number] += 1
+            take(number, turns[number] - 1, output or args)
 
     with ExitStack() as stack:
         for number in numbers:
-            if number >= 0:
-                handle = unit.modules[number].register_forward_pre_hook(functools.partial(before, number))
-            else:
-                handle = unit.modules[~number].register_forward_hook(functools.partial(after, number))
-            stack.callback(handle.remove)
+            module = unit.modules[number if number >= 0 else ~number]
+            register: Any = module.register_forward_pre_hook if number >= 0 else module.register_forward_hook
+            stack.callback(register(functools.partial(passed, number)).remove)
         yield
 
 
@@ -487,11 +483,7 @@ def tapping(unit: RecordedUnit, numbers: Iterable[int], take: Callable[[int, Seq
 def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
     """Inside, the recorder is handed ops, everywhere or within the modules that the choice names, and told what all
     modules are given and return."""
-    thread, modes = threading.get_ident(), list[Any]()
-
-    def take(number: int, tensors: Sequence[Any]) -> None:
-        if threading.get_ident() == thread:
-            recorder.pass_module(number, tensors)
+    modes = list[Any]()
 
     def enter(kind: str, *_: Any) -> None:
         if kind == "keep":
@@ -507,7 +499,7 @@ def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
             modes.pop().__exit__(None, None, None)
 
     numbers = [tap for number in range(1, len(unit.modules)) for tap in (number, ~number)]
-    with ExitStack() as stack, tapping(unit, numbers, take):
+    with ExitStack() as stack, tapping(unit, numbers, recorder.pass_module):
         for module, kind in unit.scopes.items():
             stack.callback(module.register_forward_pre_hook(functools.partial(enter, kind), prepend=True).remove)
             left = module.register_forward_hook(functools.partial(leave, kind), always_call=True)
