@@ -61,16 +61,6 @@ def is_collective(func: Any) -> bool:
     return getattr(func, "namespace", "") == "c10d"
 
 
-_READS = ("shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_cuda", "is_cpu", "is_meta", "is_leaf")
-# Reading these neither runs an op nor returns memory. What comes of it is an argument of some function.
-METADATA = frozenset(
-    (
-        *(getattr(torch.Tensor, name).__get__ for name in _READS),
-        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.is_contiguous),
-        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.__len__),
-    )
-)
-
 Kind = Literal["view", "hidden view", "writes", "writes again", "dynamic", "blank", "again", "heavy", "other"]
 
 # Besides what PyTorch tags as pointwise: ops that give the same bits twice on every device and touch nothing but their

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from autockpt.checkpointing.arguments import flatten, holders, tensors_of, unflatten
 from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import quietly
-from autockpt.checkpointing.op_table import METADATA
 from autockpt.checkpointing.replay_context import AutocastState
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.compiling import compiled_by, run_as_it_is
@@ -379,13 +378,16 @@ class _StandIn(torch.autograd.Function):
 
 
 # answered without any logits
-_PROPERTIES = (
-    *("itemsize", "nbytes", "grad_fn", "is_quantized", "is_sparse", "is_nested", "output_nr", "_base", "_version"),
-    "_backward_hooks",
-)
-_ABOUT: frozenset[Any] = METADATA | {
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-    *(Tensor.ndimension, Tensor.nelement, Tensor.element_size, Tensor.get_device),
+_PROPERTIES = """
+    shape dtype device layout requires_grad ndim is_cuda is_cpu is_meta is_leaf itemsize nbytes grad_fn is_quantized
+    is_sparse is_nested output_nr _base _version _backward_hooks
+"""
+_METHODS = """
+    size dim ndimension stride numel nelement element_size is_contiguous is_floating_point is_complex get_device __len__
+"""
+_ABOUT: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+    *(getattr(Tensor, name) for name in _METHODS.split()),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 _IN_PLACE = frozenset(f"__{name}__" for name in ("setitem", *(f"i{op}" for op in ("add", "sub", "mul", "truediv"))))
