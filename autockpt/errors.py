@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -102,12 +103,12 @@ class InPlaceError(ConflictError, RuntimeError):
     code = "conflict.in_place"
 
     @classmethod
-    def of(cls, tensor: str, now: int, expected: int, remedy: str) -> InPlaceError:
-        """In autograd's own words. The version counter of ``tensor`` is at ``now``."""
+    def of(cls, size: Iterable[int], now: int, expected: int, what: str, remedy: str = "") -> InPlaceError:
+        """In autograd's own words: a tensor of this size, ``what`` it is, and its version ``now``."""
         return cls(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tensor} is at version {now}, expected {expected}",
-            remedy=remedy,
+            f"of shape {tuple(size)} {what} is at version {now}, expected {expected}",
+            remedy=remedy or "Replace the in-place operation after this unit by an out-of-place one.",
         )
 
 

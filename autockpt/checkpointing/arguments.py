@@ -151,16 +151,20 @@ def hold(tensors: Iterable[torch.Tensor]) -> list[Held]:
 
 
 def unpack(held: Held, unit: str) -> torch.Tensor:
-    """An input of ``unit`` that was held. Raises InPlaceError where it was changed in place since."""
-    remedy = "Replace the in-place operation after this unit by an out-of-place one."
+    """What is held of a call of ``unit``. Raises InPlaceError where it was changed in place since."""
     if type(held) is tuple:
         tensor, version = held
         if tensor._version != version:
-            raise InPlaceError.of(f"{tuple(tensor.shape)}, an input of {unit},", tensor._version, version, remedy)
+            raise InPlaceError.of(tensor.size(), tensor._version, version, f"that {unit} was given or saved")
         return tensor
     try:
         return held.unpack()  # type: ignore[union-attr]
     except RuntimeError as error:
-        if isinstance(error, AutockptError) or "modified by an inplace operation" not in str(error):
-            raise
-        raise InPlaceError(f"an input of {unit} has changed: {error}", remedy=remedy) from error
+        raise_in_words(error, f"an input of {unit}", "Replace the in-place operation after this unit.")
+        raise
+
+
+def raise_in_words(error: RuntimeError, what: str, remedy: str) -> None:
+    """Raise InPlaceError where ``error`` is autograd's own for a saved tensor that was changed in place."""
+    if not isinstance(error, AutockptError) and "modified by an inplace operation" in str(error):
+        raise InPlaceError(f"{what} has changed: {error}", remedy=remedy) from error

@@ -216,9 +216,8 @@ class CheckpointFrame:
             self._recompute(number)
             held = self._values.pop(number)
             if held[0]._version != held[1]:
-                saved = f"{tuple(held[0].shape)} that {self._unit.name} saved"
-                remedy = "Replace the in-place operation inside this unit by an out-of-place one."
-                raise InPlaceError.of(saved, held[0]._version, held[1], remedy)
+                what, remedy = f"that {self._unit.name} saved", "Replace the in-place operation inside this unit."
+                raise InPlaceError.of(held[0].size(), held[0]._version, held[1], what, remedy)
         if (comparison := self._compared.get(number)) is not None:
             comparison.handed(held[0])
         return held[0]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from autockpt.checkpointing.arguments import Held
 from autockpt.checkpointing.divergence import CheckedCall, Comparison, UnitCheck
 from autockpt.checkpointing.fingerprint import laid_out_on, layout_of, probe_of
 from autockpt.devices.base import Transport
@@ -125,7 +126,10 @@ class OffloadedTensor:
         storage.waiting += 1
 
     def unpack(self) -> torch.Tensor:
-        _check(self._probe, self._version, self._storage.group.unit, self._layout[1])
+        """As ``Holder.unpack``."""
+        if self._probe._version != self._version:
+            what = f"that {self._storage.group.unit} saved"
+            raise InPlaceError.of(self._layout[1], self._probe._version, self._version, what)
         if self._entry is not None:
             self._entry.look_again()
         storage = self._storage.bytes_for_one_user()
@@ -133,31 +137,6 @@ class OffloadedTensor:
         if self._entry is not None:
             self._entry.handed(tensor)
         return tensor
-
-
-class KeptTensor:
-    """A saved tensor that stays. Detached: a graph that holds its own output by way of Python is never freed.
-
-    ``tensor`` shares memory and version counter with what was saved. Of a leaf it is that, as autograd holds it: what
-    was set on it is there, and where another memory is assigned to its ``.data``, backward reads that.
-    """
-
-    __slots__ = ("_unit", "_version", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self.tensor, self._version, self._unit = tensor if tensor.is_leaf else tensor.detach(), tensor._version, unit
-
-    def unpack(self) -> torch.Tensor:
-        if self.tensor._version != self._version:  # nested tensors have no size to ask for
-            _check(self.tensor, self._version, self._unit, self.tensor.size())
-        return self.tensor
-
-
-def _check(probe: torch.Tensor, version: int, unit: str, size: torch.Size) -> None:
-    """Raise InPlaceError as autograd itself would."""
-    if probe._version != version:
-        remedy = "Replace the in-place operation after this unit by an out-of-place one."
-        raise InPlaceError.of(f"{tuple(size)} that {unit} saved", probe._version, version, remedy)
 
 
 class OffloadHooks:
@@ -182,10 +161,12 @@ class OffloadHooks:
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
         self._seen: dict[int, weakref.ref[OffloadedStorage]] = {}
 
-    def pack(self, tensor: torch.Tensor) -> OffloadedTensor | KeptTensor:
+    def pack(self, tensor: torch.Tensor) -> Held:
         # inside of forward-mode AD what is made here would be its own, without memory to copy
         if forward_ad._current_level >= 0 or not self._leaves(tensor):
-            return KeptTensor(tensor, self._group.unit)
+            # Detached: a graph that holds its own output by way of Python is never freed. Of a leaf it is that, as
+            # autograd holds it: what was set on it is there, and what is assigned to its `.data` is read by backward.
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         entry = self._observer.look_at(self._moved, tensor) if self._observer is not None else None
         self._moved += 1
         return OffloadedTensor(tensor, self._storage_of(tensor), entry)

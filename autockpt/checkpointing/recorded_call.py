@@ -451,8 +451,8 @@ class RecordedCall:
 
     def _in_place(self, tensor: torch.Tensor, expected: int) -> InPlaceError:
         remedy = "Change it after backward: an optimizer step before the last backward of a graph does this."
-        what = f"{tuple(tensor.shape)} that {self._unit.name} saved, or makes others from"
-        return InPlaceError.of(what, tensor._version, expected, remedy)
+        what = f"that {self._unit.name} saved, or makes others from"
+        return InPlaceError.of(tensor.size(), tensor._version, expected, what, remedy)
 
 
 @contextmanager

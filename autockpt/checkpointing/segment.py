@@ -79,9 +79,8 @@ class _Returned:
     def unpack(self) -> torch.Tensor:
         """As ``Holder.unpack``. Raises InPlaceError where it was changed in place, as autograd would."""
         if self._probe._version != self._version:
-            what = f"{tuple(self._size)} that {self._frame.name} returned"
-            remedy = "Replace the in-place operation after this unit by an out-of-place one."
-            raise InPlaceError.of(what, self._probe._version, self._version, remedy)
+            what = f"that {self._frame.name} returned"
+            raise InPlaceError.of(self._size, self._probe._version, self._version, what)
         return self._frame.outputs()[self._number]
 
 

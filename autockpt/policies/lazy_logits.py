@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from autockpt.checkpointing.arguments import flatten, holders, tensors_of, unflatten
+from autockpt.checkpointing.arguments import flatten, holders, raise_in_words, tensors_of, unflatten
 from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.replay_context import AutocastState
@@ -201,12 +201,9 @@ def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise InPlaceError(
-            f"what {loss.call.choice} on {loss.call.unit} reads again in backward has changed since the loss: {error}",
-            remedy=f"Change a clone of it, or use `save` on {loss.call.unit}.",
-        ) from error
+        what = f"what {loss.call.choice} on {loss.call.unit} reads again in backward"
+        raise_in_words(error, what, f"Change a clone of it, or use `save` on {loss.call.unit}.")
+        raise
 
 
 def _nobody_else_holds(saved: Tensor) -> bool:

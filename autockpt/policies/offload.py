@@ -4,7 +4,6 @@ recompute_offload: the unit runs again in backward, and its input is off the dev
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import weakref
 from collections.abc import Callable
@@ -14,9 +13,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.checkpointing.arguments import tensors_of
+from autockpt.checkpointing.arguments import tensors_of, unpack
 from autockpt.checkpointing.divergence import CheckedCall
-from autockpt.checkpointing.offloaded import KeptTensor, OffloadedCall, OffloadedTensor, OffloadHooks
+from autockpt.checkpointing.offloaded import OffloadedCall, OffloadHooks
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, device_of, is_enabled
@@ -27,7 +26,6 @@ from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import Offload, RecomputeOffload
 from autockpt.schema.graph import Tier
 
-_unpack = operator.methodcaller("unpack")  # no function of Python's: backward asks for every tensor
 _forward_ended = eagerly(CheckedCall.forward_ended)
 MOVING = ("offload", "recompute_offload")
 _WHY = "moves what autograd saves by way of hooks"
@@ -123,8 +121,9 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         outside = [t for t in tensors if t is not hidden] + state.buffers(module)
         offloading = OffloadHooks(group, outside, module, observer, hidden)
         keep_identity()
+        back = functools.partial(unpack, unit=state.unit)
         try:
-            with saved_tensors_hooks(run_as_it_is(offloading.pack), _unpack), compiled_by(compiler):
+            with saved_tensors_hooks(run_as_it_is(offloading.pack), back), compiled_by(compiler):
                 output = call_inner(module, state, args, kwargs)
         except (RuntimeError, AssertionError) as error:
             refuse_by_message(error, state.unit)
@@ -189,5 +188,4 @@ def _fetch(group: weakref.ref[OffloadedCall], gradients: Any) -> None:
 
 
 # Between two graphs the compiler would take on what autograd calls for each saved tensor.
-for _hook in (OffloadedTensor.unpack, KeptTensor.unpack):
-    run_as_it_is(_hook)
+run_as_it_is(unpack)
