@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten  # torch has no public one
+from torch.utils._pytree import tree_flatten  # torch has no public one
 
 from autockpt.errors import AutockptError, InPlaceError
 
@@ -94,7 +94,7 @@ def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is dict:
         return {key: part if type(part) in _PLAIN else unflatten(part, tensors) for key, part in template.items()}
     if kind is _Tree:
-        return tree_unflatten([unflatten(leaf, tensors) for leaf in template.leaves], template.spec)
+        return template.spec.unflatten([unflatten(leaf, tensors) for leaf in template.leaves])
     return template
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autockpt.checkpointing.arguments import flatten, holders, raise_in_words, tensors_of, unflatten
 from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import quietly
+from autockpt.checkpointing.offloaded import address_of
 from autockpt.checkpointing.replay_context import AutocastState
 from autockpt.errors import ConflictError, InPlaceError
 from autockpt.policies.compiling import compiled_by, run_as_it_is
@@ -85,8 +86,7 @@ class Rows:
 def refuse_odd_backward(call: Any, gradient: Tensor) -> None:
     """Raise ConflictError in a backward that is itself to be differentiated, which would silently lose a part, and for
     several gradients at once."""
-    # of is_grads_batched, which torch asks for itself in the same way
-    many = torch._C._functorch.is_legacy_batchedtensor(gradient)  # type: ignore[attr-defined]
+    many = address_of(gradient) is None  # what is_grads_batched makes of gradients has no memory of its own
     if many or torch.is_grad_enabled():
         how = "for many gradients at once (is_grads_batched=True)" if many else "twice (create_graph=True)"
         raise ConflictError(

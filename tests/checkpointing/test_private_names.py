@@ -13,7 +13,7 @@ import torch._dynamo
 
 import autockpt
 
-_MOST = 27
+_MOST = 25
 
 
 def _places(tree: ast.AST) -> dict[str, str]:
