@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -77,6 +78,22 @@ class Schedule:
         return late
 
 
+@dataclass
+class UnitProof:
+    """What has been checked of one unit. ``last_step``: the last that was proven right.
+
+    ``checks``: calls whose backward was given what forward had computed, bit by bit; ``tensors``: those compared in
+    these; ``samples``: tensors of other calls that were compared at one place; ``unchecked``: what could not be, by the
+    reason, and how often.
+    """
+
+    checks: int = 0
+    tensors: int = 0
+    samples: int = 0
+    last_step: int | None = None
+    unchecked: Counter[str] = field(default_factory=Counter)
+
+
 class DivergenceCheck:
     """The checks of one session, and its steps: forward passes of the whole model. Copied and pickled with it.
 
@@ -88,7 +105,7 @@ class DivergenceCheck:
         self.mode: Mode = mode
         self.step = 0
         self.is_measured = False
-        self.units: list[UnitCheck] = []
+        self.units: dict[str, UnitProof] = {}
         self._warned = False
         self.open: list[weakref.ref[CheckedCall]] = []  # of the present forward
         self._pending: dict[int, dict[int, CheckedCall]] = {}
@@ -99,10 +116,7 @@ class DivergenceCheck:
 
     def unit(self, name: str) -> UnitCheck:
         """The check of one more attachment."""
-        made = UnitCheck(self, name)
-        if self.mode != "off":
-            self.units.append(made)
-        return made
+        return UnitCheck(self, name, self.units.setdefault(name, UnitProof()) if self.mode != "off" else UnitProof())
 
     def begin(self) -> None:
         """A forward of the whole model begins. Raises RerunMismatch for samples that differed on a device before."""
@@ -147,9 +161,10 @@ class DivergenceCheck:
                 wrong.setdefault(call, []).append(pair)
         for call in calls:
             if call not in wrong:
-                call.unit.checks += 1
-                call.unit.tensors += sum(1 for owner, _ in compared if owner is call)
-                call.unit.last_checked = call.step
+                proof = call.unit.proof
+                proof.checks += 1
+                proof.tensors += sum(1 for owner, _ in compared if owner is call)
+                call.unit.last_checked = proof.last_step = call.step
         for call, different in wrong.items():
             more = f" and {len(different) - 1} more" if len(different) > 1 else ""
             raise call.unit.mismatch(call.step, different[0].what + more)
@@ -167,13 +182,12 @@ class DivergenceCheck:
 
 
 class UnitCheck:
-    """What is known about one attached unit. In unchecked calls the observer of its sample."""
+    """The check of one attachment to a unit. In unchecked calls the observer of its sample."""
 
-    def __init__(self, check: DivergenceCheck, name: str) -> None:
-        self.check, self.name = check, name
-        self.calls = self.checks = self.tensors = self.samples = 0
-        self.last_checked: int | None = None  # the step
-        self.unchecked: Counter[str] = Counter()
+    def __init__(self, check: DivergenceCheck, name: str, proof: UnitProof) -> None:
+        self.check, self.name, self.proof = check, name, proof
+        self.calls = 0
+        self.last_checked: int | None = None  # the step, by this attachment's calls alone
         self.sampled, self.beyond = -1, 0
         self.computed: list[int] = []  # numbers of tensors that can be sampled
         self.in_turn = False  # each of them in turn, and not the last: kept outputs stand between a change and that
@@ -189,7 +203,7 @@ class UnitCheck:
             checked = self._schedule.next() is not None or new
         if checked or self.check.mode == "all":
             if is_capturing():
-                self.unchecked["calls in a CUDA graph that is being captured"] += 1
+                self.proof.unchecked["calls in a CUDA graph that is being captured"] += 1
                 return None
             call = CheckedCall(self)
             self.check.open.append(weakref.ref(call))
@@ -301,7 +315,7 @@ class CheckedTensor:
         self._held: torch.Tensor | None = None
         tensor = local_part(tensor)
         if (why := why_not(tensor)) is not None:
-            call.unit.unchecked[why] += 1
+            call.unit.proof.unchecked[why] += 1
             return
         with quietly():
             self._held = tensor.detach()
@@ -316,7 +330,7 @@ class CheckedTensor:
             return  # which autograd's own check is for
         why = _OTHER_STREAM if stream_of(tensor.device) != self._stream else why_not(tensor)
         if why is not None:
-            self._call.unit.unchecked[why] += 1
+            self._call.unit.proof.unchecked[why] += 1
         else:
             self._take_print(tensor)
 
@@ -349,7 +363,7 @@ class CheckedTensor:
         elif why_not(value) is not None:
             why = "a tensor that came back as another kind"
         if why is not None:
-            self._call.unit.unchecked[why] += 1
+            self._call.unit.proof.unchecked[why] += 1
             return
         dtype, size, *_ = self._layout
         what = _in_words(dtype, size, self._number)
@@ -402,11 +416,11 @@ class Sample:
             return
         found = self._elements(value)
         if value.is_cpu and (found == self.expected or repr(found) == repr(self.expected)):  # NaN is as NaN
-            self.unit.samples += 1
+            self.unit.proof.samples += 1
             return
         if (node := _current_node()) is not None and left_unwritten(node, value):
             return
-        self.unit.samples += 1
+        self.unit.proof.samples += 1
         self.found, self._what = found, _in_words(value.dtype, value.size(), self._number)
         if value.is_cpu:
             raise self.error()

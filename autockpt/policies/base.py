@@ -8,6 +8,7 @@ module-level function does both, because module and state are ordinary arguments
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -28,7 +29,7 @@ from autockpt.checkpointing.divergence import DivergenceCheck, UnitCheck
 from autockpt.checkpointing.replay_context import current_transform
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies.check_report import Proof, proof
+from autockpt.policies.check_report import Proof
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import fold, strip_prefixes
@@ -383,9 +384,11 @@ class Session:
 
     def proof(self) -> Proof:
         """What sentinels have checked so far."""
-        watched = {unit.name for unit in self.sentinels.units}
-        idle = (unit for unit in self.order if unit.choice.kind != "save" and unit.name not in watched)
-        return proof(self.sentinels, ((unit.name, f"no sentinel knows {unit.choice.kind}") for unit in idle))
+        check, units = self.sentinels, copy.deepcopy(self.sentinels.units)
+        idle = (unit for unit in self.order if unit.choice.kind != "save" and unit.name not in units)
+        return Proof(
+            check.mode, check.step, units, {unit.name: f"no sentinel knows {unit.choice.kind}" for unit in idle}
+        )
 
     def in_mid_training(self) -> None:
         """Go on after one step as after many, which take less time: for steps that are measured.

@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable
+from dataclasses import dataclass
 
-from pydantic import Field
-
-from autockpt.checkpointing.divergence import FIRST_CALLS, LONGEST, DivergenceCheck, Mode
+from autockpt.checkpointing.divergence import FIRST_CALLS, LONGEST, DivergenceCheck, Mode, UnitProof
 from autockpt.errors import UsageError
-from autockpt.schema.base import Data
 
 VARIABLE = "AUTOCKPT_SENTINELS"
 MODES: tuple[Mode, ...] = ("off", "sample", "all")
 
 
-class UnitProof(Data):
-    """What sentinels have checked of one unit."""
-
-    checks: int = Field(default=0, description="calls whose backward was given what forward had computed, bit by bit")
-    tensors: int = Field(default=0, description="tensors compared in these")
-    samples: int = Field(default=0, description="tensors of other calls that were compared at one place")
-    last_step: int | None = Field(default=None, description="the last forward pass that was proven right")
-    unchecked: dict[str, int] = Field(default_factory=dict, description="what could not be checked: why, how often")
-
-
-class Proof(Data):
+@dataclass(frozen=True)
+class Proof:
     """What sentinels have checked so far. ``print`` shows it.
 
     A step is a forward pass of the whole model with gradients enabled; with gradient accumulation an optimizer step has
-    several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one after ``window``
-    others, of which eight elements each are compared; with ``all`` every call.
+    several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one after 512 others, of
+    which eight elements each are compared; with ``all`` every call.
     ``unwatched``: units of the plan that no sentinel stands over, and why.
     """
 
     mode: Mode
-    window: int = LONGEST
-    steps: int = 0
-    units: dict[str, UnitProof] = Field(default_factory=dict)
-    unwatched: dict[str, str] = Field(default_factory=dict)
+    steps: int
+    units: dict[str, UnitProof]
+    unwatched: dict[str, str]
 
     @property
     def checks(self) -> int:
@@ -63,7 +49,7 @@ class Proof(Data):
         often = (
             "every call"
             if self.mode == "all"
-            else f"{FIRST_CALLS} first calls, then ever fewer, at least one in {self.window + 1}"
+            else f"{FIRST_CALLS} first calls, then ever fewer, at least one in {LONGEST + 1}"
         )
         lines = [
             f"sentinels ({often}): in {self.steps} forward passes {self.tensors} tensors in {self.checks} calls of "
@@ -84,19 +70,3 @@ def sentinels_of(mode: str | None) -> DivergenceCheck:
     if asked in MODES:
         return DivergenceCheck(asked)
     raise UsageError(f"{source} is {asked!r}", remedy=f"Set {source} to {', '.join(MODES[:-1])} or {MODES[-1]}.")
-
-
-def proof(sentinels: DivergenceCheck, unwatched: Iterable[tuple[str, str]]) -> Proof:
-    """What sentinels have checked so far."""
-    units: dict[str, UnitProof] = {}
-    for unit in sentinels.units:
-        known = units.get(unit.name, UnitProof())
-        steps = [step for step in (known.last_step, unit.last_checked) if step is not None]
-        units[unit.name] = UnitProof(
-            checks=known.checks + unit.checks,
-            tensors=known.tensors + unit.tensors,
-            samples=known.samples + unit.samples,
-            last_step=max(steps, default=None),
-            unchecked=dict(Counter(known.unchecked) + unit.unchecked),
-        )
-    return Proof(mode=sentinels.mode, steps=sentinels.step, units=units, unwatched=dict(unwatched))

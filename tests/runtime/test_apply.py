@@ -85,7 +85,7 @@ def test_the_handle_tells_what_was_checked():
         with apply(model, plan, sentinels=mode) as handle:
             train(model, LLAMA)
             proof = handle.sentinels
-        assert proof.mode == mode and proof.window == 512 and list(proof.units) == list(checked)
+        assert proof.mode == mode and list(proof.units) == list(checked)
         assert all(unit.checks and unit.last_step for unit in proof.units.values())
     with raises(UsageError, "'some'"):
         apply(model, plan, sentinels="some")
