@@ -44,11 +44,10 @@ class Attachment:
 
     ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
-    could not be taken off because somebody wrapped it is made inert by ``active = False``; one that is ``gone`` is not
-    put back either. Where something else is handed to backward than forward saved, a session may set a ``check`` over
-    it (``has_check``). ``as_it_is``: before a module of PyTorch's own, which the compiler does not take on by itself.
-    ``turn`` makes a context manager that restores
-    the set of choices active in forward, for plans with several sets; it is left behind, too.
+    could not be taken off because somebody wrapped it is made inert by ``active = False``. Where something else is
+    handed to backward than forward saved, the session sets a ``check`` over it (``has_check``). ``as_it_is``: before a
+    module of PyTorch's own, which the compiler does not take on by itself. ``turn`` makes a context manager that
+    restores the set of choices active in forward, for plans with several sets; it is left behind, too.
     """
 
     has_check: ClassVar[bool] = False
@@ -58,7 +57,7 @@ class Attachment:
         self.unit = unit
         self.inner: Callable[..., Any] | None = None
         self.unbound: Callable[..., Any] | None = None
-        self.active, self.gone, self.as_it_is, self.warned = True, False, False, False
+        self.active, self.as_it_is, self.warned = True, False, False
         self._cache_unit: Any = None
         self.turn: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -211,18 +210,8 @@ def take_off(module: nn.Module, forward: AttachedForward) -> None:
         module.__dict__["forward"] = forward.state.inner
 
 
-def drop(module: nn.Module, state: Attachment) -> None:
-    """Take an attachment off for good: nor does it act where another forward was put over it since."""
-    state.active, state.gone = False, True
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, AttachedForward) and forward.state is state:
-        take_off(module, forward)
-
-
 def put_back(module: nn.Module, forward: AttachedForward) -> None:
     """Undo ``take_off``. Raises ConflictError where the module's forward is another one now."""
-    if forward.state.gone:
-        return
     if module.__dict__.get("forward") is not forward.state.inner:
         raise ConflictError(
             f"{forward.state.unit or 'the model'} has another forward than when the choice was attached first",
@@ -344,7 +333,7 @@ class Session:
 
     ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
     ``transports`` gives the way off a device into a tier. ``attached`` says of every unit in words what was really
-    attached, ``listeners`` are told about forward passes of the whole model. ``guard`` is
+    attached and ``placed`` where, ``listeners`` are told about forward passes of the whole model. ``guard`` is
     the attachment that looks after that; None where nothing was attached.
     """
 
@@ -353,7 +342,7 @@ class Session:
     sentinels: DivergenceCheck = field(default_factory=DivergenceCheck)
     attached: dict[str, str] = field(default_factory=dict)
     listeners: list[ForwardListener] = field(default_factory=list)
-    _placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
+    placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
     guard: Any = None
 
     def place(self, module: nn.Module, run: Callable[..., Any], state: Attachment) -> None:
@@ -368,7 +357,7 @@ class Session:
             state.unbound = inner.__func__
         forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
         module.__dict__["forward"] = forward
-        self._placed.append((module, forward))
+        self.placed.append((module, forward))
         state.put_on()
 
     @property
@@ -386,9 +375,8 @@ class Session:
         """What sentinels have checked so far."""
         check, units = self.sentinels, copy.deepcopy(self.sentinels.units)
         idle = (unit for unit in self.order if unit.choice.kind != "save" and unit.name not in units)
-        return Proof(
-            check.mode, check.step, units, {unit.name: f"no sentinel knows {unit.choice.kind}" for unit in idle}
-        )
+        unwatched = {unit.name: f"no sentinel knows {unit.choice.kind}" for unit in idle}
+        return Proof(check.mode, check.step, units, unwatched)
 
     def in_mid_training(self) -> None:
         """Go on after one step as after many, which take less time: for steps that are measured.
@@ -403,17 +391,17 @@ class Session:
 
         Graphs of forwards that have run already keep working.
         """
-        while self._placed:
-            take_off(*self._placed.pop())
+        while self.placed:
+            take_off(*self.placed.pop())
 
     def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
         """Recompute inside of ``turn()``, which restores the set of choices active in forward."""
-        for _, forward in self._placed:
+        for _, forward in self.placed:
             forward.state.turn = turn
 
     def set_aside(self) -> None:
         """As ``remove``, but to be put back."""
-        for module, forward in reversed(self._placed):
+        for module, forward in reversed(self.placed):
             take_off(module, forward)
 
     def put_back(self) -> None:
@@ -422,7 +410,7 @@ class Session:
         Raises ConflictError where something else is attached now.
         """
         try:
-            for module, forward in self._placed:
+            for module, forward in self.placed:
                 put_back(module, forward)
         except ConflictError:
             self.set_aside()

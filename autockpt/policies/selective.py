@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Scope, frame_of
 from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
-from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, drop, inner_of, modules_named
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, modules_named, take_off
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
@@ -91,17 +91,18 @@ class ScopeState(Attachment):
 
 class _CompiledInPlace:
     """Takes the scopes off a unit that is compiled in place. In its graph they do nothing, and the compiler would guard
-    on each, so compile every layer anew."""
+    on each, so compile every layer anew. ``placed``: what the session placed, these ``scopes`` among it."""
 
-    def __init__(self, unit: nn.Module, scopes: dict[nn.Module, ScopeState]) -> None:
-        self._unit, self._scopes = unit, scopes
+    def __init__(self, unit: nn.Module, placed: list[Any], scopes: list[Any]) -> None:
+        self._unit, self._placed, self._scopes = unit, placed, scopes
 
     def begin(self) -> None:
         """A forward of the model begins."""
         if self._scopes and not torch.compiler.is_compiling() and self._unit._compiled_call_impl is not None:
-            for module, state in self._scopes.items():
-                drop(module, state)
-            self._scopes = {}
+            for module, forward in self._scopes:
+                self._placed.remove((module, forward))
+                take_off(module, forward)
+            self._scopes = []
 
     def end(self) -> None:
         """It has ended."""
@@ -139,12 +140,11 @@ def attach_selective(unit: PlannedUnit, session: Session) -> str:
     # what runs again, each by itself, by its name inside the unit: "" is the unit
     regions = modules_named(unit, within, "that could run again") if within else {"": unit.module}
     # first the scopes: what runs again may itself be one, inside of what recomputes it
-    states = {}
+    before = len(session.placed)
     for module, functions in _scopes(unit, keep, regions).items():
-        states[module] = ScopeState(unit.name, module, functions or frozenset())
         run = run_module_scope if functions is None else run_function_scope
-        session.place(module, run, states[module])
-    session.listeners.append(_CompiledInPlace(unit.module, states))
+        session.place(module, run, ScopeState(unit.name, module, functions or frozenset()))
+    session.listeners.append(_CompiledInPlace(unit.module, session.placed, session.placed[before:]))
     for module in regions.values():
         session.place(module, run_recomputed, SelectiveState(unit.name, keep))
     again = ", ".join(filter(None, regions)) or "its forward"

@@ -63,7 +63,7 @@ def attach(
     transports = OffloadTransports(host_budget) if transport is None else transport
     session = attach_units(model, choices, transports, sentinels_of(sentinels))
     try:
-        if session._placed:
+        if session.placed:
             look_after(model, session)
     except BaseException:
         session.remove()
