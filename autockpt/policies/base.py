@@ -276,14 +276,13 @@ class ForwardListener(Protocol):
     def end(self) -> None: ...
 
 
-Attach = Callable[[PlannedUnit, "Session"], str]
-"""A policy: attaches its choice to one unit, and says in words what it attached. It is called for the units of a plan
-in order of execution. Raises ConflictError where that cannot be made safe."""
+Attach = Callable[[PlannedUnit, "Session"], None]
+"""A policy: attaches its choice to one unit. It is called for the units of a plan in order of execution. Raises
+ConflictError where that cannot be made safe."""
 
 
-def attach_nothing(unit: PlannedUnit, session: Session) -> str:
+def attach_nothing(unit: PlannedUnit, session: Session) -> None:
     """Autograd keeps what it needs, as PyTorch does by itself. Nothing is attached, so it costs nothing."""
-    return "nothing: autograd keeps what it saves"
 
 
 def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called: bool = True) -> dict[str, nn.Module]:
@@ -332,15 +331,14 @@ class Session:
     """Choices attached to a model, until ``remove``. Also a context manager.
 
     ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
-    ``transports`` gives the way off a device into a tier. ``attached`` says of every unit in words what was really
-    attached and ``placed`` where, ``listeners`` are told about forward passes of the whole model. ``guard`` is
+    ``transports`` gives the way off a device into a tier. ``placed`` are the forwards that were placed on modules,
+    ``listeners`` are told about forward passes of the whole model. ``guard`` is
     the attachment that looks after that; None where nothing was attached.
     """
 
     order: Sequence[PlannedUnit]
     transports: Transports
     sentinels: DivergenceCheck = field(default_factory=DivergenceCheck)
-    attached: dict[str, str] = field(default_factory=dict)
     listeners: list[ForwardListener] = field(default_factory=list)
     placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
     guard: Any = None
@@ -359,6 +357,11 @@ class Session:
         module.__dict__["forward"] = forward
         self.placed.append((module, forward))
         state.put_on()
+
+    @property
+    def attached(self) -> dict[str, str]:
+        """What is done with each unit's activations, in words."""
+        return {unit.name: f"{unit.choice}: {unit.choice.says()}" for unit in self.order}
 
     @property
     def host_bytes(self) -> int:

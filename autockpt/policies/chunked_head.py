@@ -28,13 +28,10 @@ from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner,
 from autockpt.policies.lazy_logits import LazyLogits, Rows, lazy_logits
 
 
-def attach_chunked_loss(unit: PlannedUnit, session: Session) -> str:
+def attach_chunked_loss(unit: PlannedUnit, session: Session) -> None:
     refuse_others(unit)
     _refuse_parts(unit.module, unit.name)
-    tokens = unit.choice.tokens  # type: ignore[union-attr]
-    session.place(unit.module, run_chunked, HeadState(unit.name, tokens))
-    how = "again in backward; gradients are equal up to rounding"
-    return f"chunked_loss: logits and loss of {tokens} tokens at a time, {how}"
+    session.place(unit.module, run_chunked, HeadState(unit.name, unit.choice.tokens))  # type: ignore[union-attr]
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -213,11 +210,9 @@ def plain_head(module: nn.Module) -> nn.Module:
     return module if inner is None else plain_head(inner)
 
 
-def attach_chunked_softmax(unit: PlannedUnit, session: Session) -> str:
+def attach_chunked_softmax(unit: PlannedUnit, session: Session) -> None:
     refuse_others(unit)
-    chunks = unit.choice.chunks  # type: ignore[union-attr]
-    session.place(unit.module, run_softmax, HeadState(unit.name, chunks))
-    return f"chunked_softmax: in {chunks} parts, again in backward"
+    session.place(unit.module, run_softmax, HeadState(unit.name, unit.choice.chunks))  # type: ignore[union-attr]
 
 
 def run_softmax(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:

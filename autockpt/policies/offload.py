@@ -134,10 +134,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         return output
 
 
-_LEAVES = "what it saves leaves the device between forward and backward"
-
-
-def attach_offload(unit: PlannedUnit, session: Session, words: str = _LEAVES) -> str:
+def attach_offload(unit: PlannedUnit, session: Session) -> None:
     choice, order = unit.choice, session.order
     assert isinstance(choice, Offload | RecomputeOffload)
     refuse_modules(unit.module, unit.name, nn.RReLU)
@@ -153,15 +150,12 @@ def attach_offload(unit: PlannedUnit, session: Session, words: str = _LEAVES) ->
     if queues and due not in pipeline.ends and order[due].choice.kind not in MOVING:
         pipeline.ends.add(due)
         session.place(order[due].module, run_then_settle, OffloadState(order[due].name, pipeline, due, due))
-    where = ", to a file on disk" if choice.tier == "disk" else ""
-    until = f"; waited for {due - place} units on" if queues and due > place + 1 else ""
-    return f"{choice.kind}: {words}{where}{until}"
 
 
-def attach_recompute_offload(unit: PlannedUnit, session: Session) -> str:
+def attach_recompute_offload(unit: PlannedUnit, session: Session) -> None:
     """Offload around a recompute, whose forward runs again as ever."""
     attach_recompute(unit, session)
-    return attach_offload(unit, session, "its input leaves the device, its forward runs again in backward")
+    attach_offload(unit, session)
 
 
 def _device(unit: PlannedUnit) -> torch.device:

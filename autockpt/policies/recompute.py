@@ -54,12 +54,11 @@ class RecomputeState(Attachment):
         return call_inner(module, self, *with_caches(args, kwargs))
 
 
-def attach_recompute(unit: PlannedUnit, session: Session) -> str:
+def attach_recompute(unit: PlannedUnit, session: Session) -> None:
     refuse_modules(unit.module, unit.name)
     if (tiles := unit.choice.tiles) > 1:  # type: ignore[union-attr]
         attach_tiles(unit, session, tiles)
     session.place(unit.module, run_recomputed, RecomputeState(unit.name))
-    return "recompute: its inputs are kept, its forward runs again in backward"
 
 
 def run_recomputed(module: nn.Module, state: RecomputeState, /, *args: Any, **kwargs: Any) -> Any:

@@ -207,13 +207,8 @@ def _reads_only(function: type) -> bool:
     return of_torch or (module == "bitsandbytes.autograd._functions" and name == "MatMul4Bit")
 
 
-def attach_remake(unit: PlannedUnit, session: Session) -> str:
-    choice = unit.choice
-    assert isinstance(choice, Remake)
+def attach_remake(unit: PlannedUnit, session: Session) -> None:
+    assert isinstance(unit.choice, Remake)
     refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)
     _scopes(unit)
-    session.place(unit.module, run_rematerialized, RemakeState(unit.name, choice))
-    kept = "matrix products and attention" if EVERYTHING in choice.keep else f"products of {', '.join(choice.keep)}"
-    where = f" of {', '.join(choice.within)}" if choice.within else ""
-    besides = f", {kept} are kept" if choice.keep else ""
-    return f"remake: tensors{where} are rematerialized one by one in backward{besides}"
+    session.place(unit.module, run_rematerialized, RemakeState(unit.name, unit.choice))

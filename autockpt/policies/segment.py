@@ -26,14 +26,13 @@ class SegmentState(RecomputeState):
         self.frame = functools.partial(SegmentFrame, calls)
 
 
-def attach_segment(unit: PlannedUnit, session: Session) -> str:
+def attach_segment(unit: PlannedUnit, session: Session) -> None:
     refuse_modules(unit.module, unit.name)
     members = next(members for members in _segments(session.order) if unit in members)
     if unit is members[0]:
         session.listeners.append(SegmentCalls())
     # units are attached in order: the segment that was begun last is this one's
     session.place(unit.module, run_in_segment, SegmentState(unit.name, session.listeners[-1]))
-    return _words(members)
 
 
 def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
@@ -43,12 +42,6 @@ def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
             members = list(run)
             for start in range(0, len(members), choice.size):
                 yield members[start : start + choice.size]
-
-
-def _words(members: Sequence[PlannedUnit]) -> str:
-    if len(members) == 1:
-        return "segment: alone in it; its inputs are kept, its forward runs again in backward"
-    return f"segment: {len(members)} units from {members[0].name} to {members[-1].name} run again together in backward"
 
 
 # Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.

@@ -129,7 +129,7 @@ def run_function_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kw
 run_as_it_is(FunctionScopes.__torch_function__)
 
 
-def attach_selective(unit: PlannedUnit, session: Session) -> str:
+def attach_selective(unit: PlannedUnit, session: Session) -> None:
     """``selective``: products of the named modules, or of the whole unit, are not run again.
 
     And ``keep_attention``, which keeps the outputs of fused attention alone.
@@ -147,11 +147,6 @@ def attach_selective(unit: PlannedUnit, session: Session) -> str:
     session.listeners.append(_CompiledInPlace(unit.module, session.placed, session.placed[before:]))
     for module in regions.values():
         session.place(module, run_recomputed, SelectiveState(unit.name, keep))
-    again = ", ".join(filter(None, regions)) or "its forward"
-    kept = "matrix products and attention" if EVERYTHING in keep else ", ".join(keep)
-    besides = f", outputs of {kept} are kept" if kept else ""
-    runs = "runs" if len(regions) == 1 else "run"
-    return f"{choice.kind}: {again} {runs} again in backward{besides}"
 
 
 _Scopes = dict[nn.Module, frozenset[Any] | None]

@@ -165,7 +165,7 @@ def _for_tensors(limit: int | None, device: torch.device) -> int:
 class Handle:
     """A plan applied to a model. ``print`` shows it; a context manager that removes it at the end.
 
-    ``attached`` says for every unit in words what was really attached, ``sentinels`` what has been checked of it while
+    ``attached`` says in words what is done with each unit's activations, ``sentinels`` what has been checked while
     training, ``notes`` why the plan's promise about memory and time may not hold here. Of a plan with sets of choices
     for smaller batches, ``choices`` and ``attached`` are those of the largest; ``print`` shows them all.
     """
@@ -179,8 +179,8 @@ class Handle:
 
     @property
     def attached(self) -> dict[str, str]:
-        """What was really attached, by unit."""
-        return dict(self._session.attached)
+        """What is done with each unit's activations, in words."""
+        return self._session.attached
 
     @property
     def sentinels(self) -> Proof:

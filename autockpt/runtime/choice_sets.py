@@ -88,7 +88,7 @@ class BatchSets(Session):
 
     ``bounds`` say which batches a set is for, by set, the smallest batches first (None: all); a batch that no bound
     covers takes the last of these. Sessions beyond are leaner ones, which only ``adaptive`` takes, where there is one.
-    ``attached`` is what the set for the largest batches attached. ``used`` counts forwards by set.
+    ``used`` counts forwards by set.
     """
 
     def __init__(self, transports: Transports, sentinels: DivergenceCheck, bounds: Sequence[When | None]) -> None:
@@ -196,6 +196,11 @@ class BatchSets(Session):
 
     # -- what a session tells ------------------------------------------------------------------------------------------
 
+    @property
+    def attached(self) -> dict[str, str]:
+        """That of the set for the largest batches."""
+        return self.sessions[len(self.bounds) - 1].attached
+
     def describe(self, indent: str = "  ") -> Iterator[str]:
         """A few lines for each set: for which batches, how many forwards went by it, what is attached."""
         for number, session in enumerate(self.sessions):
@@ -266,7 +271,6 @@ def attach_sets(
             made.sessions[-1].set_aside()
         refuse_compiled(model, made.sessions)
         made.order = [unit for session in made.sessions for unit in session.order]
-        made.attached = made.sessions[made.acting].attached
         look_after(model, made).sets = made
         made.sessions[made.acting].put_back()
     except BaseException:

@@ -87,24 +87,16 @@ def attach_units(
         for kind, attach_to in POLICIES.items():
             for unit in units:
                 if unit.choice.kind == kind:
-                    session.attached[unit.name] = attach_to(unit, session)
+                    attach_to(unit, session)
         for unit in units:
-            session.attached[unit.name] += _in_tiles(unit.choice)
             if unit.choice.gathered:
                 keep_gathered(unit, session)
-                session.attached[unit.name] += "; its weights stay gathered until backward"
-        session.attached = {unit.name: session.attached[unit.name] for unit in units}  # by layer, not by kind
         if sentinels.mode != "off":  # which counts forwards under sets that save everything, too
             session.listeners.append(sentinels)
     except BaseException:
         session.remove()
         raise
     return session
-
-
-def _in_tiles(choice: Choice) -> str:
-    tiles = getattr(choice, "tiles", 1)
-    return f"; MLPs and norms in {tiles} tiles" if tiles > 1 else ""
 
 
 def without_kv_cache(model: nn.Module) -> Session:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import RerunMismatch
 from autockpt.runtime import attach
-from autockpt.schema.choices import SAVE, Choice, Segment
+from autockpt.schema.choices import Choice, Segment
 from tests.policies.zoo import Unit, assert_as_plain, bytes_alive_after
 
 pytestmark = pytest.mark.slow
@@ -60,17 +60,6 @@ def choices(way: Choice) -> dict[str, Choice]:
 
 def rows() -> Tensor:
     return torch.randn(256, 64)
-
-
-def test_what_was_attached_is_told():
-    model = nn.Sequential(*(Unit(sigmoid, 64) for _ in range(7)))
-    plan = {str(i): Segment(size=2) for i in range(7)} | {"3": SAVE}
-    with attach(model, plan) as session:
-        words = [session.attached[str(i)] for i in range(7)]
-    assert words[0] == words[1] == "segment: 2 units from 0 to 1 run again together in backward"
-    assert words[2].startswith("segment: alone")
-    assert words[4] == words[5] and "from 4 to 5" in words[4]
-    assert words[6].startswith("segment: alone")
 
 
 # --- gradients

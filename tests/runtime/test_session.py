@@ -27,7 +27,7 @@ def test_it_says_what_was_attached_and_takes_it_off():
     model = LLAMA.make()
     session = attach(model, dict(zip(layers(), (OFFLOAD, SAVE, RECOMPUTE), strict=True)))
     assert list(session.attached) == layers(), "by layer, not by kind of choice"
-    assert [session.attached[n].split(":")[0] for n in layers()] == ["offload", "nothing", "recompute"]
+    assert [session.attached[n].split(":")[0] for n in layers()] == ["offload", "save", "recompute"]
     assert attached_to(model.model.layers[1]) is None
     assert attached_to(model.model.layers[2]) is not None
     session.remove()
