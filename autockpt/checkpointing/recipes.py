@@ -12,7 +12,7 @@ Griewank and Walther 2000; MONeT, arXiv:2010.14501.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -157,6 +157,8 @@ class _Planner:
         recipe.is_dynamic, recipe.switches = record.is_dynamic, record.switches
         self._small, self._ops = small, [event for event in record.timeline if isinstance(event, Op)]
         self._compiled: dict[Any, Step] = {}
+        self._needed = set[int]()  # ops of any program
+        self._tapped: list[tuple[Value, Tap]] = []
         self._numbers: dict[Value, int] = {}
         self._reach: set[Value] = set()
         self._kept: dict[Value, tuple[int, Geometry]] = {}  # the cell, and the geometry of the tensor in it
@@ -173,7 +175,7 @@ class _Planner:
             p._replace(cell=p.cell if p.cell in used else None, number=n) for n, p in enumerate(recipe.positions)
         ]
         recipe.ends = _ends(record, recipe)
-        recipe.content = _content(record, recipe)
+        recipe.content = self._content(record)
 
     def _is_in_reach(self, value: Value) -> bool:
         return value in self._kept or value in self._reach or (value.given is not None and not value.overwritten)
@@ -255,6 +257,7 @@ class _Planner:
             if tap is not None and read.nbytes <= self._by_making(read, memo, _DEPTH):
                 cell = len(self._kept)
                 self._kept[read] = cell, read.geometry
+                self._tapped.append((read, tap))
                 form = read.geometry[0], read.geometry[1], read.dtype
                 self.recipe.taps.setdefault(tap.module, []).append((tap.turn, tap.argument, cell, form))
             else:
@@ -283,6 +286,8 @@ class _Planner:
                 for output in value.op.outputs:
                     self._number(output)
 
+        self._needed |= needed
+
         def take(read: Read) -> Take:
             base = self._kept[read.value][1] if read.value in self._kept else read.value.geometry
             return Take(self._number(read.value), _relative(read.geometry, base))
@@ -295,6 +300,28 @@ class _Planner:
             return self._compiled[key]
 
         return Program([step(op) for op in self._ops if id(op) in needed], list(sources.values()))
+
+    def _content(self, record: OpRecorder) -> list[str]:
+        """What the call did, in lines: equal for calls that save the same, and make what they drop by the same ops from
+        the same. Every number and flag among the ops' arguments is in it, to the last bit.
+
+        Casts of weights and tensors from elsewhere are alike: which of the two it is depends on what autocast
+        remembers.
+        """
+        names: dict[Value, str] = {}
+
+        def name(value: Value | None) -> str:
+            if value is None or value.foreign or (value.op is not None and value.op.casts_a_weight):
+                return "elsewhere"
+            return f"{value.given} {value.number}" if value.given else names.setdefault(value, f"value {len(names)}")
+
+        lines = []
+        for op in self._ops:
+            if id(op) in self._needed and not op.casts_a_weight:
+                args = [_text(arg, name) for arg in op.args] + [f"{k}={_text(v, name)}" for k, v in op.kwargs.items()]
+                lines.append(f"{op.func}({', '.join(args)}) -> {', '.join(map(name, op.outputs))}")
+        lines += [f"{name(value)} in {tap}" for value, tap in self._tapped]
+        return [*lines, *(f"saved {name(saved.value)} {saved.geometry}" for saved in record.saved)]
 
 
 def _relative(geometry: Geometry, base: Geometry) -> View | None:
@@ -312,43 +339,10 @@ def _ends(record: OpRecorder, recipe: Recipe) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def _content(record: OpRecorder, recipe: Recipe) -> list[str]:
-    """What the call did, in lines: equal for calls that save the same, made by the same. Every number and flag among
-    the ops' arguments is in it, to the last bit.
-
-    Only ops that lead to a dropped tensor count. Casts of weights and tensors from elsewhere are alike: which of the
-    two it is depends on what autocast remembers.
-    """
-    names: dict[Value, str] = {}
-
-    def name(value: Value | None) -> str:
-        if value is None or value.foreign or (value.op is not None and value.op.casts_a_weight):
-            return "elsewhere"
-        return f"{value.given} {value.number}" if value.given else names.setdefault(value, f"value {len(names)}")
-
-    wanted = [s.value for s, p in zip(record.saved, recipe.positions, strict=True) if p.dropped is not None]
-    ops = [op for op in _leading_to(wanted, record.timeline) if not op.casts_a_weight]
-    lines = []
-    for op in ops:
-        args = [_text(arg, name) for arg in op.args] + [f"{k}={_text(arg, name)}" for k, arg in op.kwargs.items()]
-        lines.append(f"{op.func}({', '.join(args)}) -> {', '.join(map(name, op.outputs))}")
-    return [*lines, *(f"saved {name(saved.value)} {saved.geometry}" for saved in record.saved)]
-
-
 def _text(arg: Any, name: Callable[[Value], str]) -> str:
     if type(arg) is Read:
         return f"{name(arg.value)} {arg.geometry}"
     return f"[{', '.join(_text(part, name) for part in arg)}]" if type(arg) is list else repr(arg)
-
-
-def _leading_to(wanted: Iterable[Value | None], timeline: list[Any]) -> list[Op]:
-    found, open_ends = set[int](), list(wanted)
-    while open_ends:
-        value = open_ends.pop()
-        if value is not None and value.op is not None and id(value.op) not in found:
-            found.add(id(value.op))
-            open_ends += value.op.reads
-    return [event for event in timeline if id(event) in found]
 
 
 def difference(one: Recipe, other: Recipe) -> str:
