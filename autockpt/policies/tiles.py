@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autockpt.checkpointing.arguments import hooks_in_force
+from autockpt.checkpointing.arguments import Holder, save
 from autockpt.checkpointing.fingerprint import tolerance_of
 from autockpt.checkpointing.replay_context import AutocastState, running_again
 from autockpt.devices.random_states import TorchStates
@@ -66,9 +66,8 @@ def run_tiled(module: nn.Module, state: TileState, /, *args: Any, **kwargs: Any)
     if not state.proven:
         _refuse_mixing(module, state, casts, x.detach()[..., :_FEW, :])
         state.proven = True
-    pack, unpack = hooks_in_force(False) or (_identity, _identity)
-    packed = pack(x)  # before the module runs: where it is the last, a recomputation of the unit ends here
-    return _Tiles.apply(module, state, casts, lambda: unpack(packed), x, *trained)
+    held = save(x)  # before the module runs: where it is the last, a recomputation of the unit ends here
+    return _Tiles.apply(module, state, casts, held, x, *trained)
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -108,9 +107,9 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, module: nn.Module, state: TileState, casts: AutocastState, given: Any, x: Tensor, *trained: Tensor
+        ctx: Any, module: nn.Module, state: TileState, casts: AutocastState, held: Holder, x: Tensor, *trained: Tensor
     ) -> Tensor:
-        ctx.call, ctx.trained = (module, state, casts, given), trained
+        ctx.call, ctx.trained = (module, state, casts, held), trained
         rows = _in_a_row(x)
         parts = rows.chunk(state.tiles, -2)
         made = _of_forward(module, state, casts, parts[0])
@@ -123,9 +122,10 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        module, state, casts, given = ctx.call
+        module, state, casts, held = ctx.call
         refuse_odd_backward(state, gradient)
-        rows, now, wants_x = _in_a_row(given().detach()), AutocastState([gradient.device.type]), ctx.needs_input_grad[4]
+        rows, now = _in_a_row(held.unpack().detach()), AutocastState([gradient.device.type])
+        wants_x = ctx.needs_input_grad[4]
         of_x, sums = torch.empty_like(rows) if wants_x else None, [None] * len(ctx.trained)
         parts, of_outputs = (tensor.chunk(state.tiles, -2) for tensor in (rows, _in_a_row(gradient)))
         of_parts = [None] * len(parts) if of_x is None else of_x.chunk(state.tiles, -2)
