@@ -161,7 +161,7 @@ class CheckpointFrame:
                 )
         if not unit.has_same_modules():
             # it made or exchanged modules: a recomputation runs those that are there now
-            self._unit = unit = unit.renewed()
+            self._unit = unit = CheckpointedUnit(unit.name, unit.module, unit.check)
             self._parameters, self._training = unit.parameters(), unit.state.training()
             self._versions = list(map(_version, self._present()))
         installed = state.installed(effects)

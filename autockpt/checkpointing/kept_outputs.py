@@ -237,13 +237,11 @@ class KeepingFrame(CheckpointFrame):
         layout = self._layout
         if self._row is not None:  # a gradient was taken inside the forward
             self._learning = []
-            return output
-        if layout is None:
-            layout = self._layout = self._learn()
+        elif layout is None:
+            self._layout = self._learn()
         elif self._sizes != layout.sizes or [function for function, _ in self._caught] != layout.functions:
             self._layout, self._caught, self._wanted = None, [], {}
             self._unit.learned.pop(self._key, None)
-            return output
         return output
 
     def watching(self, scope: Scope, others: Collection[Any] = ()) -> FunctionScopes | None:
@@ -393,10 +391,10 @@ class KeepingFrame(CheckpointFrame):
                     return None  # it lies otherwise in memory
                 same, layout, made = self._last
                 if value is not same or geometry != layout or cast is not None:
-                    begin = int(value.storage_offset()) if cast is None else 0
                     made = value.detach() if cast is None else _cast(value, cast)
                     if geometry is not None:
-                        made = made.as_strided(geometry[0], geometry[1], begin + geometry[2])
+                        offset = int(made.storage_offset()) + geometry[2]
+                        made = made.as_strided(geometry[0], geometry[1], offset)
                     if number == 0 and cast is None:
                         self._last = value, geometry, made  # what the next call may be given, too
                 values.append(made)

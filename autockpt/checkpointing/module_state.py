@@ -54,10 +54,6 @@ class Entry(NamedTuple):
         return cls(home, name, value, _content(value), version)
 
     @property
-    def key(self) -> Key:
-        return id(self.home), self.name
-
-    @property
     def marks_done(self) -> bool:
         """Whether it was made, or set to True, since: as a flag that something was installed."""
         return self.value is _ABSENT or self.home.get(self.name) is True
@@ -153,15 +149,11 @@ class ModuleState:
 
     def take_all(self) -> dict[Key, Entry]:
         """Everything, as it is now: for a call in which it is learned what changes."""
-        return {entry.key: entry for entry in self._all()}
-
-    def _all(self) -> Iterator[Entry]:
+        places = [(fields["_buffers"], name) for fields in self._fields for name in fields["_buffers"]]
         for fields in self._fields:
-            for name, value in fields.items():
-                if name not in _NOT_STATE and not (id(fields) in self._sharded and isinstance(value, torch.Tensor)):
-                    yield Entry.of(fields, name)
-            for name in fields["_buffers"]:
-                yield Entry.of(fields["_buffers"], name)
+            views = torch.Tensor if id(fields) in self._sharded else ()
+            places += [(fields, n) for n, v in fields.items() if n not in _NOT_STATE and not isinstance(v, views)]
+        return {(id(home), name): Entry.of(home, name) for home, name in places}
 
     def learn(self, before: dict[Key, Entry], *, late: int) -> list[Entry]:
         """A forward has ended that began with ``before``. Returns what it changed, or others did, as it was then.

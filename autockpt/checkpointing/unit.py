@@ -101,10 +101,6 @@ class CheckpointedUnit:
         """Whether calls are measured as ones in the middle of training."""
         return self.check.check.is_measured
 
-    def renewed(self) -> CheckpointedUnit:
-        """The same unit with the modules of now."""
-        return CheckpointedUnit(self.name, self.module, self.check)
-
     def kind_of(self, tensors: Sequence[torch.Tensor]) -> CallKind:
         """The kind of a call with these inputs."""
         key = (self.module.training, *map(_type_of, tensors))

@@ -80,6 +80,7 @@ class HeadCall(Rows):
         self._versions = [(id(p), p._version) for p in self._parameters]
         self._settings = _settings(module)
         self.trained = tuple(p for p in self._parameters if p.requires_grad)
+        self.warn = state.warn
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -110,9 +111,6 @@ class HeadCall(Rows):
 
     def chunk(self, rows: int) -> int:
         return self._size
-
-    def warn(self, why: str) -> None:
-        self._state.warn(why)
 
 
 _ADAPTERS = ("active_adapters", "_disable_adapters", "merged_adapters")

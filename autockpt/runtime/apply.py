@@ -76,11 +76,10 @@ def apply(
     limit = _limit(adaptive, plan)  # an error is raised where the device reports no peak, too
     options: dict[str, Any] = {"host_budget": plan.host_budget_bytes, "sentinels": sentinels}
     meter = meter_of(device_of(model)) if adaptive else None
-    if meter is not None:
-        session = attach_sets(model, sets, leaner=leaner_choices(sets[-1][1]), **options)
-        session.adaptive = Adaptive(model, meter, _for_tensors(limit, device_of(model)), len(session.sessions))
-    elif len(sets) > 1:
-        session = attach_sets(model, sets, **options)
+    if meter is not None or len(sets) > 1:
+        session = attach_sets(model, sets, leaner=leaner_choices(sets[-1][1]) if meter is not None else (), **options)
+        if meter is not None:
+            session.adaptive = Adaptive(model, meter, _for_tensors(limit, device_of(model)), len(session.sessions))
     else:
         session = attach(model, sets[0][1], **options)
         if (guard := session.guard) is not None and plan.status != "unmeasured":  # sets know their sizes themselves
