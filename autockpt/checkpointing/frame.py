@@ -76,6 +76,7 @@ class CheckpointFrame:
         *("_before", "_beyond", "_chosen", "_compared", "_context", "_filled", "_forward", "_inputs", "_late"),
         *("_learned", "_live", "_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template"),
         *("_to_end", "_training", "_trains", "_turn", "_unit", "_until", "_values", "_versions"),
+        "name",
     )
 
     def __init__(
@@ -87,7 +88,7 @@ class CheckpointFrame:
         turn: Callable[[], AbstractContextManager[Any]] | None = None,
         hold: Callable[[list[torch.Tensor]], list[Held]] = hold,
     ) -> None:
-        self._unit, self._forward, self._turn = unit, forward, turn
+        self._unit, self.name, self._forward, self._turn = unit, unit.name, forward, turn
         live: list[torch.Tensor] = []
         generators: list[torch.Generator] = []
         self._live: list[torch.Tensor] | None = live  # until the forward is over
@@ -216,7 +217,7 @@ class CheckpointFrame:
             self._recompute(number)
             held = self._values.pop(number)
             if held[0]._version != held[1]:
-                what, remedy = f"that {self._unit.name} saved", "Replace the in-place operation inside this unit."
+                what, remedy = f"that {self.name} saved", "Replace the in-place operation inside this unit."
                 raise InPlaceError.of(held[0].size(), held[0]._version, held[1], what, remedy)
         if (comparison := self._compared.get(number)) is not None:
             comparison.handed(held[0])
@@ -228,7 +229,7 @@ class CheckpointFrame:
         Raises InPlaceError where something that it read was changed since, ConflictError where it does not do again
         what it did.
         """
-        with one_at_a_time(self._unit.name), torch.enable_grad():
+        with one_at_a_time(self.name), torch.enable_grad():
             if number not in self._values or self._values[number][0]._version != self._values[number][1]:
                 self._fill()  # or the thread of another device has done it
 
@@ -278,12 +279,12 @@ class CheckpointFrame:
         number, sizes = self._filled, self._sizes
         if number == len(sizes):
             if self._to_end:
-                raise diverged(self._unit.name, f"saved {number} tensors in forward and more when it ran again")
+                raise diverged(self.name, f"saved {number} tensors in forward and more when it ran again")
             raise StopRecomputation  # again: the unit caught the first
         value = tensor.detach() if tensor.requires_grad else tensor
         if (size := value.numel()) != sizes[number]:
             what = f"saved a tensor of {sizes[number]} elements in forward and one of {size} when it ran again"
-            raise diverged(self._unit.name, what)
+            raise diverged(self.name, what)
         if self._shared and value.untyped_storage()._cdata in self._shared:
             value = value.clone()  # a buffer that is about to be written to
         if (chosen := self._chosen.get(number)) is not None and chosen[0]._version == chosen[1]:
@@ -305,7 +306,7 @@ class CheckpointFrame:
         # which the real backward needs.
         held = self._live
         if held is None:
-            name = self._unit.name
+            name = self.name
             held = [h[0] if type(h) is tuple and h[0]._version == h[1] else unpack(h, name) for h in self._inputs]
         pairs = zip(held, self._trains, strict=True)
         return [tensor.detach().requires_grad_() if trains else tensor.detach() for tensor, trains in pairs]

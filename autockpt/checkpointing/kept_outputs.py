@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,14 +50,16 @@ _here = _Here()
 
 
 class Scope:
-    """Where calls are kept, in all calls of a unit: one of its modules, or functions that this calls."""
+    """Where calls are kept, in all calls of a unit: one of its modules, or with ``functions`` those and attention where
+    the module calls them."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: frozenset[Any] | None) -> None:
+        self.functions = functions
         self.again: set[Any] = set()  # modules or functions that were seen to draw random numbers
-        self.called = False  # one of its functions, in a checked call
+        self.called = bool(functions)  # one of them, in a checked call; experts may not be called at first
 
-    def __reduce__(self) -> tuple[type[Scope], tuple[()]]:
-        return Scope, ()  # a copy learns anew
+    def __reduce__(self) -> tuple[type[Scope], tuple[Any, ...]]:
+        return Scope, (self.functions,)  # a copy learns anew
 
 
 class Source(NamedTuple):
@@ -198,13 +200,12 @@ class KeepingFrame(CheckpointFrame):
 
     __slots__ = (
         *("_caught", "_is_inside", "_key", "_last", "_layout", "_learning", "_next", "_noted", "_row", "_wanted"),
-        *("mode", "name"),
+        "mode",
     )
 
     def __init__(self, unit: CheckpointedUnit, *given: Any, **named: Any) -> None:
         unit.check.in_turn = True
         super().__init__(unit, *given, **named)
-        self.name = unit.name
         inputs = [_type_of(tensor) for tensor in self._live or () if not tensor.is_nested]
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
         self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
@@ -244,7 +245,7 @@ class KeepingFrame(CheckpointFrame):
             self._unit.learned.pop(self._key, None)
         return output
 
-    def watching(self, scope: Scope, others: Collection[Any] = ()) -> FunctionScopes | None:
+    def watching(self, scope: Scope) -> FunctionScopes | None:
         """The mode to enter around a scope that calls functions; None where none of them has to be looked at now.
 
         In a recomputation it starts when the tensors before the first that is returned are there: it costs as much as
@@ -252,10 +253,10 @@ class KeepingFrame(CheckpointFrame):
         """
         if self._row is None:
             wanted = self._layout.catches_functions if self._layout is not None else scope.called or self.checked
-            return FunctionScopes(self, scope, others) if wanted else None
+            return FunctionScopes(self, scope) if wanted else None
         for call, _ in self._row[self._next :]:
             if call.scope is scope and call.sources is not None:
-                mode = FunctionScopes(self, scope, others)
+                mode = FunctionScopes(self, scope)
                 if call.begin > self._filled and self.mode is None and not _get_current_function_mode_stack():
                     self._until, self.mode = call.begin, mode
                 return mode
@@ -505,11 +506,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class FunctionScopes(TorchFunctionMode):
-    """Keeps the outputs of attention functions, known by their names, and of ``others``, while it is entered."""
+    """Keeps the outputs of attention functions, known by their names, and of the scope's, while it is entered."""
 
-    def __init__(self, frame: KeepingFrame, scope: Scope, others: Collection[Any] = ()) -> None:
+    def __init__(self, frame: KeepingFrame, scope: Scope) -> None:
         super().__init__()
-        self._frame, self._scope, self._others = frame, scope, others
+        self._frame, self._scope = frame, scope
         self._is_on = False
 
     def __enter__(self) -> FunctionScopes:
@@ -533,12 +534,12 @@ class FunctionScopes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # what an attention compiles itself, flex_attention
             return func(*args, **(kwargs or {}))
-        if not _names_attention(func) and func not in self._others:
+        if not _names_attention(func) and func not in (self._scope.functions or ()):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         self._scope.called = True
         if func is nn.functional.multi_head_attention_forward:  # which calls others
-            with FunctionScopes(self._frame, self._scope, self._others):
+            with FunctionScopes(self._frame, self._scope):
                 return func(*args, **kwargs)
         frame = frame_of(self._frame.name)
         if frame is None or frame is not self._frame or "out" in kwargs or _drops_out(func, args, kwargs):

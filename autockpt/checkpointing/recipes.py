@@ -12,7 +12,7 @@ Griewank and Walther 2000; MONeT, arXiv:2010.14501.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import inf
 from typing import Any, Literal, NamedTuple
 

@@ -93,11 +93,6 @@ class SegmentFrame(CheckpointFrame):
         self._calls = calls
         super().__init__(*given, hold=calls.hold)
 
-    @property
-    def name(self) -> str:
-        """The unit's."""
-        return self._unit.name
-
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """As ``CheckpointFrame.run``."""
         output = super().run(args, kwargs)

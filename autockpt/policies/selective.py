@@ -78,15 +78,12 @@ _PLACED, _INDEX = re.compile(r"(\.forward)?\.args\[0\]|\._modules\b"), re.compil
 
 
 class ScopeState(Attachment):
-    """The attachment of a module inside a unit whose output is kept, or outputs of functions that it calls: attention,
-    and ``others``."""
+    """The attachment of a module inside a unit whose output is kept, or outputs of functions that it calls."""
 
-    def __init__(self, unit: str, module: nn.Module, others: frozenset[Any] = frozenset()) -> None:
+    def __init__(self, unit: str, module: nn.Module, functions: frozenset[Any] | None) -> None:
         super().__init__(unit)
-        self.others = others
         self.as_it_is = type(module).__module__.startswith("torch.")
-        self.scope = Scope()
-        self.scope.called = bool(others)  # experts may not be called at first
+        self.scope = Scope(functions)
 
 
 class _CompiledInPlace:
@@ -108,18 +105,13 @@ class _CompiledInPlace:
         """It has ended."""
 
 
-def run_module_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward, unless what it returned was kept."""
+def run_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward, unless what it returned was kept; or with the outputs of functions that it calls kept."""
     if torch.compiler.is_dynamo_compiling() or not state.active or (frame := frame_of(state.unit)) is None:
         return call_inner(module, state, args, kwargs)
-    return frame.call(state.scope, module, inner_of(module, state), args, kwargs)
-
-
-def run_function_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward, with the outputs of functions that it calls kept: attention, and ``state.others``."""
-    if torch.compiler.is_dynamo_compiling() or not state.active or (frame := frame_of(state.unit)) is None:
-        return call_inner(module, state, args, kwargs)
-    if (mode := frame.watching(state.scope, state.others)) is None:
+    if state.scope.functions is None:
+        return frame.call(state.scope, module, inner_of(module, state), args, kwargs)
+    if (mode := frame.watching(state.scope)) is None:
         return call_inner(module, state, args, kwargs)
     with mode:
         return call_inner(module, state, args, kwargs)
@@ -142,8 +134,7 @@ def attach_selective(unit: PlannedUnit, session: Session) -> None:
     # first the scopes: what runs again may itself be one, inside of what recomputes it
     before = len(session.placed)
     for module, functions in _scopes(unit, keep, regions).items():
-        run = run_module_scope if functions is None else run_function_scope
-        session.place(module, run, ScopeState(unit.name, module, functions or frozenset()))
+        session.place(module, run_scope, ScopeState(unit.name, module, functions))
     session.listeners.append(_CompiledInPlace(unit.module, session.placed, session.placed[before:]))
     for module in regions.values():
         session.place(module, run_recomputed, SelectiveState(unit.name, keep))
