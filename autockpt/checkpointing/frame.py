@@ -31,7 +31,7 @@ from autockpt.checkpointing.divergence import CheckedCall, Comparison
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.op_recorder import is_plain
 from autockpt.checkpointing.replay_context import ReplayContext, one_at_a_time, running_again
-from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged, put_back
+from autockpt.checkpointing.unit import CheckpointedUnit
 from autockpt.errors import AutockptError, ConflictError, InPlaceError
 
 SMALL_SHARE = 0.125
@@ -260,14 +260,13 @@ class CheckpointFrame:
             checked.after_rerun()
         return output
 
-    def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Exchanged]) -> Any:
+    def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Entry]) -> Any:
         unit = self._unit
         args, kwargs = unflatten(self._template, inputs)
         with (
             running_again(unit.name),
             _NOTHING if self._turn is None else self._turn(),
-            put_back(exchanged) if exchanged else _NOTHING,
-            unit.state.restored(self._before, self._training) as self._shared,
+            unit.state.restored([*self._before, *exchanged], self._training) as self._shared,
             self._context,
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force
             saved_tensors_hooks(self.repack, _identity),
@@ -311,8 +310,8 @@ class CheckpointFrame:
         pairs = zip(held, self._trains, strict=True)
         return [tensor.detach().requires_grad_() if trains else tensor.detach() for tensor, trains in pairs]
 
-    def _check_modules(self) -> Sequence[Exchanged]:
-        """See that the unit has the parameters of its forward; which of them have other values now.
+    def _check_modules(self) -> Sequence[Entry]:
+        """See that the unit has the parameters of its forward. Returns those that have other values now.
 
         Raises InPlaceError where modules were exchanged or parameters changed, ConflictError where parameters are in
         pieces on several devices and cannot be gathered.
@@ -341,7 +340,8 @@ class CheckpointFrame:
                 "(FullyShardedDataParallel: SHARD_GRAD_OP; fully_shard: reshard_after_forward=False, or shard a "
                 "segment's units together).",
             )
-        return [place for place in exchanged if place.holds_other_values]
+        # as ``functional_call`` put them in the place of parameters
+        return [Entry(place.home, place.name, place.then, None, 0) for place in exchanged if place.holds_other_values]
 
 
 def _identity(tensor: Any) -> Any:

@@ -32,9 +32,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from autockpt.checkpointing.fingerprint import fingerprint, layout_of, quietly, why_not
 from autockpt.checkpointing.frame import CheckpointFrame, diverged
+from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.op_table import draws_random_numbers
 from autockpt.checkpointing.replay_context import current_transform
-from autockpt.checkpointing.unit import CheckpointedUnit, Exchanged
+from autockpt.checkpointing.unit import CheckpointedUnit
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _MOST_LAYOUTS = 16
@@ -336,7 +337,7 @@ class KeepingFrame(CheckpointFrame):
 
     # In backward.
 
-    def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Exchanged]) -> Any:
+    def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Entry]) -> Any:
         # where a gradient is taken inside the forward, its recomputation needs the whole graph
         calls = self._layout.calls if self._layout is not None and self._live is None else ()
         caught, wanted = self._caught, self._wanted

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -46,18 +45,6 @@ class Exchanged(NamedTuple):
         if packed and type(then) is type(now) and then.data_ptr() == now.data_ptr() and then.shape == now.shape:
             return False
         return not (hasattr(then, "to_local") or hasattr(now, "to_local"))
-
-
-@contextmanager
-def put_back(exchanged: Sequence[Exchanged]) -> Iterator[None]:
-    """Inside, other values are in the place of parameters, as ``functional_call`` put them."""
-    for place in exchanged:
-        place.home[place.name] = place.then
-    try:
-        yield
-    finally:
-        for place in exchanged:
-            place.home[place.name] = place.now
 
 
 class CallKind:
