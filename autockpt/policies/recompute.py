@@ -34,14 +34,19 @@ def pass_over_what_is_set_to_itself() -> None:
 
 
 class RecomputeState(Attachment):
-    """A unit's attachment, with what its calls taught about it. ``frame`` makes what looks after one call."""
+    """A unit's attachment. ``frame`` makes what looks after one call; ``context_fn`` is that of PyTorch's selective
+    checkpointing, inside a compiled graph."""
 
     has_check: ClassVar[bool] = True
-    frame: Callable[..., CheckpointFrame] = CheckpointFrame
-    context_fn: Callable[[], Any] | None = None  # of PyTorch's selective checkpointing, inside a compiled graph
 
-    def __init__(self, unit: str) -> None:
+    def __init__(
+        self,
+        unit: str,
+        frame: Callable[..., CheckpointFrame] = CheckpointFrame,
+        context_fn: Callable[[], Any] | None = None,
+    ) -> None:
         super().__init__(unit)
+        self.frame, self.context_fn = frame, context_fn
         pass_over_what_is_set_to_itself()
         keep_identity()
 

@@ -18,21 +18,14 @@ from autockpt.policies.recompute import RecomputeState, run_recomputed
 from autockpt.schema.choices import Segment
 
 
-class SegmentState(RecomputeState):
-    """A unit's attachment, with the calls of its segment."""
-
-    def __init__(self, unit: str, calls: Any) -> None:
-        super().__init__(unit)
-        self.frame = functools.partial(SegmentFrame, calls)
-
-
 def attach_segment(unit: PlannedUnit, session: Session) -> None:
     refuse_modules(unit.module, unit.name)
     members = next(members for members in _segments(session.order) if unit in members)
     if unit is members[0]:
         session.listeners.append(SegmentCalls())
     # units are attached in order: the segment that was begun last is this one's
-    session.place(unit.module, run_in_segment, SegmentState(unit.name, session.listeners[-1]))
+    frame = functools.partial(SegmentFrame, session.listeners[-1])
+    session.place(unit.module, run_in_segment, RecomputeState(unit.name, frame))
 
 
 def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
@@ -46,7 +39,7 @@ def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
 
 # Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.
 @outside_graphs("segment", "runs several units again in backward", inside=True)
-def run_in_segment(module: nn.Module, state: SegmentState, /, *args: Any, **kwargs: Any) -> Any:
+def run_in_segment(module: nn.Module, state: RecomputeState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped and recomputed with its segment.
 
     Raises what ``recompute`` raises.

@@ -36,17 +36,6 @@ PRODUCTS = frozenset(
 )
 
 
-class SelectiveState(RecomputeState):
-    """A unit's attachment, or that of one of its parts that runs again by itself: without the calls whose outputs were
-    kept. An output that is changed in place cannot be kept; its module runs again like the rest."""
-
-    frame = KeepingFrame
-
-    def __init__(self, unit: str, keep: tuple[str, ...]) -> None:
-        super().__init__(unit)
-        self.context_fn = _context_fn(keep)
-
-
 @functools.cache
 def _context_fn(keep: tuple[str, ...]) -> Callable[[], Any]:
     """For PyTorch's checkpoint while the compiler traces a unit. One object for all units that keep the same: the
@@ -137,7 +126,7 @@ def attach_selective(unit: PlannedUnit, session: Session) -> None:
         session.place(module, run_scope, ScopeState(unit.name, module, functions))
     session.listeners.append(_CompiledInPlace(unit.module, session.placed, session.placed[before:]))
     for module in regions.values():
-        session.place(module, run_recomputed, SelectiveState(unit.name, keep))
+        session.place(module, run_recomputed, RecomputeState(unit.name, KeepingFrame, _context_fn(keep)))
 
 
 _Scopes = dict[nn.Module, frozenset[Any] | None]
