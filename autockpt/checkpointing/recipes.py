@@ -25,8 +25,6 @@ SMALL = 16
 _DEPTH = 64  # of ops between a tensor and what it could be made from; no search goes further back
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
-View = tuple[torch.Size, tuple[int, ...], int]
-"""Size and strides of a tensor, and its offset from that by which its storage is had."""
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -34,13 +32,14 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 class Take(NamedTuple):
-    """Stands for a tensor among an op's arguments: of the value of this number, as it is or as a view."""
+    """Stands for a tensor among an op's arguments: of the value of this number, as it is or as a view. That has
+    its offset from the tensor by which the storage is had."""
 
     value: int
-    view: View | None
+    view: Geometry | None
 
 
-def laid_out(tensor: torch.Tensor, view: View | None) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, view: Geometry | None) -> torch.Tensor:
     if view is None:
         return tensor
     return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])  # type: ignore[operator]
@@ -113,7 +112,7 @@ class Position(NamedTuple):
     weight: tuple[int, int] | None = None
     dropped: int | None = None
     value: int = 0
-    view: View | None = None
+    view: Geometry | None = None
     group: int = 0
     number: int = 0
 
@@ -324,7 +323,7 @@ class _Planner:
         return [*lines, *(f"saved {name(saved.value)} {saved.geometry}" for saved in record.saved)]
 
 
-def _relative(geometry: Geometry, base: Geometry) -> View | None:
+def _relative(geometry: Geometry, base: Geometry) -> Geometry | None:
     return None if geometry == base else (geometry[0], geometry[1], geometry[2] - base[2])
 
 

@@ -43,14 +43,10 @@ class SegmentCalls:
 
     def note(self, frame: SegmentFrame, output: Any) -> None:
         """A call has returned ``output``."""
+        call = weakref.ref(frame)
         for number, tensor in enumerate(tensors_of(output)):
             if (place := _place_of(tensor)) is not None:
-                self._returned[place] = (
-                    weakref.ref(tensor.untyped_storage()),
-                    tensor._version,
-                    weakref.ref(frame),
-                    number,
-                )
+                self._returned[place] = weakref.ref(tensor.untyped_storage()), tensor._version, call, number
 
     def hold(self, tensors: list[torch.Tensor]) -> list[Held]:
         """Hold inputs of a call: by the calls that returned them, where there are any."""

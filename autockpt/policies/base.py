@@ -91,7 +91,7 @@ def is_enabled(state: Attachment) -> bool:
     ``torch.utils.checkpoint`` of the user's, too: that drops what the unit saves and runs it again as plain training
     does, without putting back what its forward has changed. Warns once of that.
     """
-    if not state.active or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:  # see ``exports``
+    if not state.active or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:  # see ``eagerly``
         return False
     if torch.compiler.is_compiling():
         return True
@@ -396,11 +396,6 @@ class Session:
         """
         while self.placed:
             take_off(*self.placed.pop())
-
-    def take_turns(self, turn: Callable[[], AbstractContextManager[None]]) -> None:
-        """Recompute inside of ``turn()``, which restores the set of choices active in forward."""
-        for _, forward in self.placed:
-            forward.state.turn = turn
 
     def set_aside(self) -> None:
         """As ``remove``, but to be put back."""

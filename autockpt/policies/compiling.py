@@ -59,12 +59,6 @@ def _leave(code: CodeType, calls: bool) -> None:
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, called))
 
 
-def exports() -> bool:
-    """Whether a program is made of the ops by ``torch.export``. Up to some torch behind 2.11 the compiler takes
-    ``torch.compiler.is_exporting()`` for true wherever it is at work."""
-    return torch.compiler._is_exporting_flag
-
-
 def uncompiled() -> AbstractContextManager[Any]:
     """Inside, compiled functions run as they are: around a dispatch mode over a step of the user's.
 
@@ -107,7 +101,8 @@ def eagerly(run: F, *, recursive: bool = True, reason: str | None = None, warnin
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def outside(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() or exports():
+        # up to some torch behind 2.11 `torch.compiler.is_exporting()` is true wherever the compiler is at work
+        if not torch.compiler.is_compiling() or torch.compiler._is_exporting_flag:
             return run(*args, **kwargs)
         prepare()
         return disabled[0](*args, **kwargs)

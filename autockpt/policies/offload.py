@@ -145,9 +145,10 @@ def attach_offload(unit: PlannedUnit, session: Session) -> None:
     place = order.index(unit)
     due = min(place + choice.window, len(order) - 1)
     session.place(unit.module, run_offloaded, OffloadState(unit.name, pipeline, place, due, choice.tier))
+    device = device_of(unit.module)
     # a device that nothing can be moved off is refused now, not in the middle of training
-    queues = pipeline.transport(_device(unit), choice.tier).copy_queues
-    if queues and due not in pipeline.ends and order[due].choice.kind not in MOVING:
+    transport = pipeline.transport(torch.device("cpu") if device.type == "meta" else device, choice.tier)
+    if transport.copy_queues and due not in pipeline.ends and order[due].choice.kind not in MOVING:
         pipeline.ends.add(due)
         session.place(order[due].module, run_then_settle, OffloadState(order[due].name, pipeline, due, due))
 
@@ -156,11 +157,6 @@ def attach_recompute_offload(unit: PlannedUnit, session: Session) -> None:
     """Offload around a recompute, whose forward runs again as ever."""
     attach_recompute(unit, session)
     attach_offload(unit, session)
-
-
-def _device(unit: PlannedUnit) -> torch.device:
-    device = device_of(unit.module)
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 @outside_graphs("offload", _WHY)

@@ -114,7 +114,8 @@ class BatchSets(Session):
             refuse_compiled(module, self.sessions)  # they may have been compiled since the plan was applied
             self._told = True
             for number, session in enumerate(self.sessions):
-                session.take_turns(partial(self._turn, number))
+                for _, forward in session.placed:
+                    forward.state.turn = partial(self._turn, number)
         size = batch_size(module, args, kwargs)
         chosen, tokens = self._for(size), max(1, size.tokens) if size is not None else 1
         if self.adaptive is not None:
