@@ -17,7 +17,6 @@ difference is the difference of the sketches, and on average its squared length 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -216,16 +215,6 @@ def repeats(device: torch.device) -> bool:
 def tolerance_of(dtype: torch.dtype) -> float:
     """The largest distance of two sketches of this type, relative to their length, that counts as rounding."""
     return TOLERANCE.get(str(dtype).removeprefix("torch."), TOLERANCE["bfloat16"])
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's type, shape and bytes, the same in every process; one host copy of it is made."""
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.blake2b(header + flat.numpy().tobytes(), digest_size=12).hexdigest()
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

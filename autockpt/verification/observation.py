@@ -6,6 +6,7 @@ count sketch of each tensor tells how far two of them are apart (``checkpointing
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from autockpt.checkpointing.arguments import tensors_of
-from autockpt.checkpointing.fingerprint import TOLERANCE, digest, sums
+from autockpt.checkpointing.fingerprint import TOLERANCE, sums
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
@@ -93,7 +94,7 @@ def observe(
     sketches: dict[str, tuple[float, ...]] = {}
 
     def note(name: str, tensor: Tensor) -> None:
-        digests[name] = _digest(tensor)
+        digests[name] = digest(tensor)
         if sketched:
             sketches[name] = tuple(sums(_local(tensor)).tolist())
 
@@ -108,7 +109,7 @@ def observe(
             note(f"{prefix}loss", loss)
             digests[f"{prefix}random state after backward"] = _digest_of_random_state()
             for name, buffer in model.named_buffers():
-                digests[f"{prefix}buffer {name}"] = _digest(buffer)
+                digests[f"{prefix}buffer {name}"] = digest(buffer)
             for name, parameter in model.named_parameters():
                 if weights:
                     note(f"{prefix}weight {name}", parameter)
@@ -215,8 +216,14 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
-def _digest(tensor: Tensor) -> str:
-    return digest(_local(tensor))
+def digest(tensor: Tensor) -> str:
+    """A digest of a tensor's type, shape and bytes, the same in every process; one host copy of it is made."""
+    tensor = _local(tensor).detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(header + flat.numpy().tobytes(), digest_size=12).hexdigest()
 
 
 def _digest_of_random_state() -> str:

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from autockpt.checkpointing.fingerprint import digest
 from autockpt.devices import Device, get_device
 from autockpt.measuring import StepRunner
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, WorkloadSpec, parse_choice
 from autockpt.schema.choices import Offload
 from autockpt.tracing import Tracer
 from autockpt.verification import deterministic_algorithms
+from autockpt.verification.observation import digest
 from autockpt.workload import build, discover_units
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from autockpt.checkpointing.fingerprint import digest
 from autockpt.errors import AutockptError, DeviceOutOfMemory
 from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
 from autockpt.runtime import without_kv_cache
 from autockpt.schema import Unit
 from autockpt.verification.gradients import Reference, judge, observe_reference
-from autockpt.verification.observation import Observation, deterministically
+from autockpt.verification.observation import Observation, deterministically, digest
 from autockpt.workload import discover_units, nested_tensors
 from autockpt.workload.failures import summary
 from tests.evidence.bench.peers import PEERS, Context, Detach
