@@ -104,7 +104,7 @@ def _searched(context: Context, task: Task, budget: str) -> dict[str, Any]:
         "binding": outcome["binding"],
         "choices": {name: dump_choice(choice) for name, choice in plan.expand_planned().items()},
         "trials": outcome["measured_trials"],
-        "seconds": sum(stage["seconds"] for stage in outcome["stages"]),
+        "seconds": outcome["seconds"],
         "predicted peak": plan.predicted.peak_bytes if plan.predicted else None,
         "peak": plan.measured.peak_bytes if plan.measured else None,
         "stopped": outcome["stopped"],
