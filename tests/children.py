@@ -1,7 +1,5 @@
 """Processes of tests: forks that do something which may kill them, and whether a process is still there."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -6,8 +6,6 @@ On a GPU kernels must repeat themselves bit by bit, so deterministic ones are as
 ``tests/standin`` runs them on an accelerator that needs no hardware.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager
 from typing import Any

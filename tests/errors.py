@@ -1,7 +1,5 @@
 """Errors of autockpt as tests look at them: by class and code, and by what they name; never by their wording."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

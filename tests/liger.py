@@ -3,8 +3,6 @@
 In NumPy, whose memory PyTorch's allocator does not see, as it does not see what a kernel takes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

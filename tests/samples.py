@@ -1,7 +1,5 @@
 """Outcomes, graphs and trials to draw."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

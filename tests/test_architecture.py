@@ -1,7 +1,5 @@
 """The house rules, held against the source: layers, light imports, one table per extension."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``import autockpt.auto`` in scripts, each a process of its own."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import re

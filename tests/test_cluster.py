@@ -1,7 +1,5 @@
 """The recipes of docs/cluster.md, as far as one machine can follow them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Calls with room return what they would without and map no memory; no signal is lost in a fork."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,8 +4,6 @@ Other tests look at an error's class and code. Where a text changes on purpose, 
 the catalogue again; read its diff.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

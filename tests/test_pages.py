@@ -1,7 +1,5 @@
 """The commands on the pages are parsed by what they call, each of them; those of README and docs run, made small."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib.util

@@ -1,7 +1,5 @@
 """Child processes: what is said of one that ends, and that none is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import site

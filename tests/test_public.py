@@ -1,7 +1,5 @@
 """Python asks what the command line asks, by the same names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables on screens of any width: lines no longer than the screen, words and figures whole, nothing lost."""
 
-from __future__ import annotations
-
 import pytest
 from rich.table import Table
 

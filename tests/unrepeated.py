@@ -1,7 +1,5 @@
 """Small models that are no plain stack of blocks, each as a training step and its modules to choose for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

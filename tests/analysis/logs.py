@@ -1,7 +1,5 @@
 """Logs as failed runs leave them; messages are worded as PyTorch words them, figures and paths are made up."""
 
-from __future__ import annotations
-
 SITE = "/opt/venv/lib/python3.11/site-packages"
 MODELING = f"{SITE}/transformers/models/llama/modeling_llama.py"
 MODULE = f"{SITE}/torch/nn/modules/module.py"

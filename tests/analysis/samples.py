@@ -1,7 +1,5 @@
 """A run of a model with two layers, as a search leaves it behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from autockpt.schema import (

@@ -1,7 +1,5 @@
 """Whole diagnoses of a tiny model, ghost-run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole explanations of a small real model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

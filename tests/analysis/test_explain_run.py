@@ -1,7 +1,5 @@
 """The plan of a run, explained from the run's files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The bytes of real ghost runs, added up in every way there is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 ``print(source(draw(N // PLANS)))`` shows the program of pair N, ``Trials().run(N)`` runs it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

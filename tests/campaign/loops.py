@@ -4,8 +4,6 @@ In a loop ``BETWEEN`` and ``AFTER`` stand for what pieces do between forward and
 turns the model's output into a loss.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # fmt: off

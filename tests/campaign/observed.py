@@ -1,7 +1,5 @@
 """Running a program, and what it leaves behind step by step: bytes that can be compared."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import random

@@ -4,8 +4,6 @@ In a text ``_N`` stands for the piece's number in its program, ``self`` for the 
 hidden state (batch × length × width), which ``use`` may replace; ``top`` stands above all classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # fmt: off

@@ -1,7 +1,5 @@
 """Pairs in forks, one for each program; where one dies or hangs, that is the verdict of the pair it was at."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """One program: a model and a training step as text, drawn by a number."""
 
-from __future__ import annotations
-
 import random
 import textwrap
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Odd programs under plans against plain training; and that the campaign notices what it is there for."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One pair of program and plan against plain training."""
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import random

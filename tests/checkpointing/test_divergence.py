@@ -1,7 +1,5 @@
 """What the check of recomputed tensors notices, and what it must leave alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Private names of torch that choices rest on: few, and all there in the torch that is installed."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from importlib import import_module

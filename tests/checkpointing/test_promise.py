@@ -3,8 +3,6 @@
 State outside the unit's own modules is not promised.
 """
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor
 

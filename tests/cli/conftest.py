@@ -1,7 +1,5 @@
 """Verbs run in this process, with what they call replaced: these tests are about the command line alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

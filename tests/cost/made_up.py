@@ -1,7 +1,5 @@
 """Op times in numbers of one's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from autockpt.cost.step import Simulation, simulate

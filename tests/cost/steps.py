@@ -1,7 +1,5 @@
 """A made-up training step as a Graph, for any plan: small enough to check by hand, shaped like the real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

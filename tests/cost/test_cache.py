@@ -1,7 +1,5 @@
 """Op times on disk are shared by searches that run at the same time, and may be killed at any moment."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Calibration: every figure comes out, a made-up machine is found again, a missing device is an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a simulated device is promised to need."""
 
-from __future__ import annotations
-
 import pytest
 
 from autockpt.checkpointing.fingerprint import TABLE_BYTES

@@ -1,7 +1,5 @@
 """Sets worth keeping, and parts worth running again, of real layers."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What offloading claims on the host: foretold by ghost runs, held by searches, and true of real steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from autockpt.cost import CostModel, build_profile, uniform_graphs

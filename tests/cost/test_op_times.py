@@ -1,7 +1,5 @@
 """Op times: by an accelerator's events, with clocks in its place, and set right by whole steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

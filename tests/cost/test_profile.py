@@ -1,7 +1,5 @@
 """Op times are measured once, and no more of them than time allows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Op times from a description: by hand, in proportion, and beside measurements that others have published."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Kinds of accelerator without a file of their own, with the generic API answered by notes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The CPU's peak is exact to the byte, equal to sums done by hand, whatever happened before."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys

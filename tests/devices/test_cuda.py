@@ -1,7 +1,5 @@
 """GPUs. Arithmetic is tested everywhere, with numbers in the place of PyTorch's; the rest needs a GPU."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from typing import Any

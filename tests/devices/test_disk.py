@@ -1,7 +1,5 @@
 """The disk tier of an accelerator: real files, a real thread, and copies that only take place when waited for."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap

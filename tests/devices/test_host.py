@@ -1,7 +1,5 @@
 """Host memory as control groups of either version narrow it, read from made-up system files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The host budget: held by the pools as a real bound, and foretold on paper."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import warnings

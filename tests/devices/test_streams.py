@@ -1,7 +1,5 @@
 """The generic API's streams and CUDA's pinned memory, answered by notes: what they do for real needs a device."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 

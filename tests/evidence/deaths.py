@@ -11,8 +11,6 @@ and 35 s for the launcher to end the other rank, times the runnable processes pe
 usual.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

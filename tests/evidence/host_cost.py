@@ -12,8 +12,6 @@ until backward. On a GPU its work is waited for after every step, outside of wha
 installed, one row is its checkpoint with the output of one module kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -9,8 +9,6 @@ suite; a module without a mirror has the tests of the modules that import it. Th
 mutants mean the same as the original, so that not all can be noticed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

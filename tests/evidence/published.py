@@ -12,8 +12,6 @@ This is no measurement of ours: software of other versions ran, and each row say
 another implementation of the same architecture was measured, bytes are not comparable to the percent.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

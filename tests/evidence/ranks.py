@@ -7,8 +7,6 @@ with a stage behind a comma (``2,0/2``) that stage of llama-tiny, 4 micro-batche
 Peaks are the smallest of three recordings on each rank, and the largest of these counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

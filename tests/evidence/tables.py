@@ -1,7 +1,5 @@
 """Markdown tables of the programs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

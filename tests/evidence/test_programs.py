@@ -1,7 +1,5 @@
 """The programs behind ``results/`` keep working: all can be imported, and those that take seconds run."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil

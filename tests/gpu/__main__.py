@@ -7,8 +7,6 @@ Every item runs in a process of its own with a limit. What is done is not done a
 out of time or memory, or failed, is said so on the page and is tried again by the next call.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """One item in a process of its own, which sends what it finds as it comes."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The project's own contract suite, on the device: in several processes, counted from what pytest writes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

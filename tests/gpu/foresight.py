@@ -1,8 +1,6 @@
 """Parts 3 and 4: the card's own hardware description, and what ghost runs and op times promise beside what real steps
 take."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The items of the script: what runs in a process of its own, within how many seconds, for which part."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Parts 5 and 6: a search as a user would call it, then its plan beside everybody else's under the same real limit."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

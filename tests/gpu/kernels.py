@@ -1,7 +1,5 @@
 """What a profiler saw on the device: kernels, copies, and how much of the copies ran beside kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What several items need: a workload on the device, plans by name, memory and digests of a step."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Part 2: copies run beside compute, nothing is used after it was freed, and host memory keeps to its budget."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

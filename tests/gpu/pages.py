@@ -1,7 +1,5 @@
 """The page: what became of each item, and its figures as tables, part by part."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

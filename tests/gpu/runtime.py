@@ -1,8 +1,6 @@
 """Part 1: kept attention does not run again, bits are those of plain training, memory is really released, and what a
 choice costs the host."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What is run: on a card of the H200's class, or in small on whatever there is, to exercise the script itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 Spec = dict[str, str | int | bool]

@@ -1,7 +1,5 @@
 """The script for the first contact with a GPU: its arithmetic, and that it continues where it stopped."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

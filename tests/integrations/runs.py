@@ -1,7 +1,5 @@
 """How often a layer runs while a trainer trains."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

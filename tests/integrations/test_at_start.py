@@ -1,7 +1,5 @@
 """A budget instead of a plan: the search as training starts leaves what a run with the plan it found leaves."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Settings of other trainers: what they do is asked of the trainer where it is installed, what they lose is said."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning's Trainer with a plan leaves the same weights as without. Skipped where Lightning is not installed."""
 
-from __future__ import annotations
-
 import logging
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Which rows of a data set make its largest batches, and that nothing of it is another afterwards."""
 
-from __future__ import annotations
-
 import functools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """The Trainer with a plan leaves the same weights as without, whatever else it does in between."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRL's trainers that make their batches while they train: the same with a plan as without one."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

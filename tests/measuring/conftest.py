@@ -1,7 +1,5 @@
 """Conditions for the tests of measuring, and a user's file to measure."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Iterator

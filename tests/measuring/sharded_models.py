@@ -1,7 +1,5 @@
 """A small model that torch's own engines shard, for tests of several ranks."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small workloads to measure, and all that their steps can change."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

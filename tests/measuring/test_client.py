@@ -1,7 +1,5 @@
 """The worker process: measures, dies and comes back, and never outlives or hangs its parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

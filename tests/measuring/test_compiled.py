@@ -1,7 +1,5 @@
 """Compiled steps: what is compiled, how often, that nothing is left behind, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

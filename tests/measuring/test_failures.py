@@ -1,7 +1,5 @@
 """Errors on their way between processes, and what they hold on to."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import weakref

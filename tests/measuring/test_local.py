@@ -1,7 +1,5 @@
 """Measuring in the user's own process leaves no trace, whichever way it ends."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """A search by the steps of two ranks (gloo): one plan, nothing changed, and no rank that waits forever."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

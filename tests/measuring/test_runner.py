@@ -1,7 +1,5 @@
 """Real steps: what is measured, and that nothing is left behind, whatever goes wrong."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

@@ -1,7 +1,5 @@
 """After measuring, every object is the one it was and holds the very bits it held."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from typing import Any

@@ -1,7 +1,5 @@
 """A stage alone has the bytes of that stage in torch's pipelines (two processes, gloo), and its gradients by a plan."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Intervals cover the truth as often as they say, and judgements follow from them."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics as plain

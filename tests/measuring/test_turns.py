@@ -1,7 +1,5 @@
 """Searches on one device take turns, in whatever processes they are, and whoever ends gives the device back."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Copy queues on the CPU that do nothing until somebody waits for them: a missing wait shows as garbage."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 import weakref

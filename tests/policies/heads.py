@@ -1,7 +1,5 @@
 """Small language models, and what losses make of their logits: for tests of choices for the output head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every policy on transformers of other build than the zoo's, in every precision, with and without dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Other ways to differentiate than one backward: forward-mode AD, forward over reverse, many gradients at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What holds of both choices for the output head: chunked_softmax bit for bit, chunked_loss up to rounding."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

@@ -1,7 +1,5 @@
 """chunked_softmax against plain training: bit-equal whatever is done to logits, or a refusal; and what it saves."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Units that call compiled code: it stays compiled, what autockpt runs in between is not; gradients stay the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What works under plain training and not under a choice is refused by name, with what to do."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

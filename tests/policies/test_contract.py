@@ -1,7 +1,5 @@
 """What every policy in the table must do; new ones are found there without being named here."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Modules that are exchanged, added or taken away while a unit is planned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

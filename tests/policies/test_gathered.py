@@ -1,7 +1,5 @@
 """`gathered`: FSDP2 keeps a layer's weights from its forward to its backward, as a plan says."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where the compiler makes one graph of a unit: what `selective` keeps, and what a forward changes in place."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager

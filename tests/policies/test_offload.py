@@ -1,7 +1,5 @@
 """What only moving saved tensors away and back can get wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

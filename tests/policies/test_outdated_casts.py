@@ -1,7 +1,5 @@
 """Casts of weights that autocast remembers, in forwards that run again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters on quantised weights get the gradients of plain training, bit for bit, under every choice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

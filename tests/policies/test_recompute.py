@@ -1,7 +1,5 @@
 """What only running a forward a second time can get wrong."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """remake: what is dropped, what is kept, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Calls of `remake` that go by what earlier ones did: as long as they do the same, and no further."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

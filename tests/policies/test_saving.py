@@ -1,7 +1,5 @@
 """What a custom autograd function sets in its backward on a tensor that it saved is set on that tensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What only several units that run again together can get wrong."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

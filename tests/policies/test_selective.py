@@ -1,7 +1,5 @@
 """What keeping some outputs of a unit that runs again can get wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Backward of several graphs in several threads at once: what one puts back for a second run is not another's."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that run again with their MLPs and norms in tiles of tokens."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

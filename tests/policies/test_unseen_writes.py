@@ -1,7 +1,5 @@
 """Units whose forward changes tensors in ways that no version shows: buffers, reductions, running statistics."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models of different build, and what a training run on them leaves behind."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import random

@@ -1,7 +1,5 @@
 """Processes that train together (gloo), for tests."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Adaptive training: leaner before the budget would break, back when there is room, between optimizer steps alone."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Several sets of choices on one model, chosen at each forward by the batch that comes in."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

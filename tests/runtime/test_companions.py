@@ -1,7 +1,5 @@
 """Libraries that touch a model's forward as well."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch.compile around attached choices and plans: one graph where it can be, else an error that names the choice."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

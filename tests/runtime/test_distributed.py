@@ -1,7 +1,5 @@
 """Two processes that train together (gloo): a plan on every rank, gradients bit-equal with plain training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import cycle

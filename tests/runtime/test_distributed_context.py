@@ -1,7 +1,5 @@
 """PyTorch's own context parallelism over two processes (gloo): a plan on each rank, gradients bit-equal without one."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest.mock import patch

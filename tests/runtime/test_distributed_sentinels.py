@@ -1,7 +1,5 @@
 """Sentinels of several processes (gloo): where one raises the other does not wait for ever; and of sharded layers."""
 
-from __future__ import annotations
-
 import os
 import random
 from datetime import timedelta

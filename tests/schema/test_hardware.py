@@ -1,7 +1,5 @@
 """Hardware descriptions: impossible figures are refused by name, possible ones survive a file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Histograms of sequence lengths."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from autockpt.schema import SearchSpace
 from autockpt.schema.choices import searched_kinds
 

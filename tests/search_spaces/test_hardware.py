@@ -1,7 +1,5 @@
 """The shipped hardware descriptions: all there, each figure with its source, and packed into the wheel."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped model shapes: valid, complete, and as large as their files say, which are the published sizes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

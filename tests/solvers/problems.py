@@ -1,7 +1,5 @@
 """Problems to solve: small random ones with their brute-force answer, and ones shaped like a transformer."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A second bound: bytes that all units together move to the host."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from unittest.mock import patch

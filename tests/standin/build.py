@@ -3,8 +3,6 @@
 python -m tests.standin.build      # build now, and say where it is and how long it took
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """``torch.standin``: what PyTorch and this tool ask of a backend's module, and the stand-in's own switches."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

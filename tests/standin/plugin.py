@@ -1,7 +1,5 @@
 """A pytest plugin for processes that have the stand-in: a race fails the test in which it was found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that run inside of a process that has the stand-in."""
 
-from __future__ import annotations
-
 import pytest
 
 INSIDE = [f"tests/standin/inside/check_{name}.py" for name in ("device", "measuring", "streams", "sentinels")]

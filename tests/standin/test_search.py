@@ -1,7 +1,5 @@
 """A whole search by the command line: its worker loads the device as any process does, by PyTorch's entry points."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a real eager step does, seen by means that have nothing to do with the tracer."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

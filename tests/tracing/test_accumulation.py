@@ -1,7 +1,5 @@
 """Cycles of many micro-batches are ghost-run up to the second; bytes, seconds, FLOPs are those of the whole."""
 
-from __future__ import annotations
-
 import pytest
 
 from autockpt.cost import simulated_memory

@@ -1,7 +1,5 @@
 """The recorded op sequence is the one a real eager step runs, and the peak from lifetimes is the allocator's."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Sharded steps as ghosts, under PyTorch's fake process group: no other rank is there."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

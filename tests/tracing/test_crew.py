@@ -1,7 +1,5 @@
 """Plans that are ghost-run ahead are what they would be when asked for."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

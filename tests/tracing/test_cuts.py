@@ -1,7 +1,5 @@
 """Modules that hold much and are no units are named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Liger Kernel's kernels in ghost runs and under every choice; on a CPU their arithmetic is done by PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """Ghost runs of quantised and adapted models: the ops and bytes of real steps on the CPU, and CUDA's by the sources."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

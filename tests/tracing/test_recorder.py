@@ -1,7 +1,5 @@
 """What is written down about each op, on real tensors: storages, phases, modules, in-place additions, saved tensors."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Inferred results against the real kernels', over operators, dtypes and memory layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a tracer promises: units, whole graphs, the user's state untouched, and every failure told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Models that are no plain stack of blocks: what there is to choose for, and what a traced step of it holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

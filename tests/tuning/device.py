@@ -1,7 +1,5 @@
 """A made-up device for searches: its true op times differ from what the profile believes, and it makes noise."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping

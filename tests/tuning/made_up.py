@@ -1,7 +1,5 @@
 """Searches on the made-up device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A PostgreSQL server on loopback for one test, by the binaries of Debian's packages."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

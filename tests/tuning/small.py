@@ -1,7 +1,5 @@
 """Small models for whole searches, which take about as long as they have layers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Micro-batch and plan as one question: which sizes are searched, what is named, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

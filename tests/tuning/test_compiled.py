@@ -1,7 +1,5 @@
 """The search by compiled steps, on a made-up compiler whose peaks are not monotonic in its budget."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The one door: what people write becomes a request, whoever asks, or is refused before anything runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

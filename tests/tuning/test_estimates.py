@@ -1,7 +1,5 @@
 """``autockpt estimate``: one simulated row after the other."""
 
-from __future__ import annotations
-
 import pytest
 
 import autockpt

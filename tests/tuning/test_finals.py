@@ -1,7 +1,5 @@
 """The best few interleaved, on times that are made up."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A search that came to its end is answered from the record; asked for more, it goes on and says what changed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Answers that are kept stay as they are; where a better one is found, it is kept in its place."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Where logits are what does not fit: softmax in chunks; chunked_loss only if allowed, else named as an alternative."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

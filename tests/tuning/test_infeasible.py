@@ -1,7 +1,5 @@
 """Which changes of a job are tried, and in which order; whether they fit is asked of ghost runs elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which lengths get choices of their own, and what that is said to gain."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

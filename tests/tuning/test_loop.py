@@ -1,7 +1,5 @@
 """The search keeps its promises on a made-up device whose optimum is known."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans for other budgets than the one that was asked for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from autockpt.schema import Choice, Measurement, Prediction, Trial, plan_hash

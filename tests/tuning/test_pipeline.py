@@ -1,7 +1,5 @@
 """All stages of a pipeline at once: a plan for each, none slower than the slowest, and a cut that balances better."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Refitting prices to measurements recovers what the device really does."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What a search refuses before it starts anything."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a shallow twin says about one block is what the whole model says."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Searches for hardware that is not at hand: nothing is measured, and everything says so."""
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The largest batch and the longest sequence that fit, by a few ghost runs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A search keeps its time limit whatever its stages take, on a clock that only made-up steps and ghost runs move."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

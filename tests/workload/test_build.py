@@ -1,7 +1,5 @@
 """Specs become workloads that train: every built-in small shape, every option."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every form of a model's name is understood, and every mistake is explained without the network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

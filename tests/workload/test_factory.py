@@ -1,7 +1,5 @@
 """The user's own function: what it may return, and how its failures are told."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cheap random numbers have the asked-for spread, and small tensors are drawn as ever."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The described step of GRPO: log-probabilities of completions and their gradients, with the bytes that it promises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError

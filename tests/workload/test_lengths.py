@@ -1,7 +1,5 @@
 """Lengths read off data, and batches cut to them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

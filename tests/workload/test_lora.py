@@ -1,7 +1,5 @@
 """Adapters go where PEFT's users expect them, or at least somewhere useful."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss is found in whatever a model returns, and use_cache goes only where it is understood."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

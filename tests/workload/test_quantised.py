@@ -1,7 +1,5 @@
 """Models with quantised base weights: what is built, what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

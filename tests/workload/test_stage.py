@@ -1,7 +1,5 @@
 """A stage of a pipeline by itself runs its micro-batches in the schedule's order, with gradients for its neighbours."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cycle is what a careful hand-written loop does, bit for bit, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from typing import Any

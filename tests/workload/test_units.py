@@ -1,7 +1,5 @@
 """Units are found on the architectures people train, however the model is wrapped."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -8,8 +8,6 @@ others do to caches does. The file names the model and its batch (``spec``), ``b
 not compared here: see the bench.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """A whole bench on a small workload in this process, and what its rounds say."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Every peer in the table keeps the contract: plain training's gradients, and the model as it was afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

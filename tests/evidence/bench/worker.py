@@ -1,7 +1,5 @@
 """What a bench does in the model's process, called by reference: peers' settings, first steps, interleaved rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial

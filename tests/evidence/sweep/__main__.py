@@ -1,7 +1,5 @@
 """``python -m tests.evidence.sweep [--only NAME ...] [--jobs N] [--seed N] [--out FILE]``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Batches for any architecture, from the signature of its forward, and a loss from whatever it returns."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from itertools import product

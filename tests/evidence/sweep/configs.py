@@ -1,8 +1,6 @@
 """Every architecture of transformers' auto mappings, and small configs for it: rules by the names of settings, and a
 table for those where they do not do."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass

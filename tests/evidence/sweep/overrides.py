@@ -1,7 +1,5 @@
 """Settings that the rules for small configs do not get right, by type of config; parts by their path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}

@@ -1,7 +1,5 @@
 """Random mixed plans: any choice on any unit, blocks or the attention and MLP inside them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

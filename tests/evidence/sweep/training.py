@@ -1,7 +1,5 @@
 """Some training steps and all that they leave behind, for comparison bit by bit; nothing of autockpt's own is used."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is tried with one architecture: built, trained plainly, trained under random plans, ghost-traced."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import resource

@@ -1,7 +1,5 @@
 """Adaptive training by an allocator's own counters, under a limit that is real."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The stand-in itself: bits as on the CPU under every schedule, and what is forgotten is found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Real steps on the stand-in: limits, running out of memory and what is left afterwards, a search in this process."""
 
-from __future__ import annotations
-
 import os
 from itertools import cycle
 

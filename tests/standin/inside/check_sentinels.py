@@ -1,7 +1,5 @@
 """Sentinels where kernels run late: what is wrong is found, on side streams too, and nobody waits before the end."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

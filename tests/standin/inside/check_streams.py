@@ -1,7 +1,5 @@
 """Scenarios under plans that move activations: bits of plain training, and no race, under every schedule."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

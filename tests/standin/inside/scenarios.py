@@ -5,8 +5,6 @@ threads, graphs kept and used twice, evaluation, autocast, errors in backward, g
 makes and another uses is waited for here, as in a user's own code; so whatever is not ordered is this tool's.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

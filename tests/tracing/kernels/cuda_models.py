@@ -1,7 +1,5 @@
 """Factories of small models whose step takes other kernels on CUDA than on a CPU."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

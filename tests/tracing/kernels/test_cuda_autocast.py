@@ -1,7 +1,5 @@
 """Autocast of a ghost run for CUDA casts what CUDA casts, and the CPU's own is back afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FlashAttention without its package, simulated: as PyTorch's own flash kernel, and refused elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What kernels take while they run, against the allocator's events."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

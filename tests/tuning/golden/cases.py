@@ -4,8 +4,6 @@
 ``--write`` keeps the new answers. Nothing is measured: simulated hardware, and a made-up device without noise.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """What a peer is: one way to train within less memory, with the settings that it offers for a workload."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

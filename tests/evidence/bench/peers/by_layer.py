@@ -1,7 +1,5 @@
 """Whole layers by a rule of thumb: save all, recompute all, every n-th, the first k."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

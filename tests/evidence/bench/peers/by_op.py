@@ -1,7 +1,5 @@
 """Sets of ops whose outputs a recomputed layer keeps, by PyTorch's selective activation checkpointing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

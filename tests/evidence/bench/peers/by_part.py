@@ -5,8 +5,6 @@
 into them are recomputed with the part. The parts are found in transformers' layers of DeepSeek V3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """torch_remat (Meta): a layer runs again but for regions of its source, whose saved tensors are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """torch.compile of the whole model, with the partitioner's ``activation_memory_budget``."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack

@@ -1,7 +1,5 @@
 """autockpt's own plans: one per budget, each found by a search; in eager steps and in compiled ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 

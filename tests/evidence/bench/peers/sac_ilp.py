@@ -5,8 +5,6 @@ PyTorch applies the answer, and estimating works on CUDA devices only. Here it g
 copy of the model, and an applier.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import Counter, defaultdict

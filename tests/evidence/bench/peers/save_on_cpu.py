@@ -1,7 +1,5 @@
 """All saved tensors in host memory, by ``torch.autograd.graph.save_on_cpu``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
