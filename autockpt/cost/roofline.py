@@ -10,7 +10,6 @@ Where nothing was timed or described, nominal rates are good for ranking choices
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
@@ -236,14 +235,14 @@ def _rerun_scale(
 
 
 def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, float]) -> float:
-    """The optimizer phase: bytes on the device; on the host every op, or one launch per group of parameters."""
-    steps = [op for op in graph.ops if op.phase == "optimizer"]
+    """The optimizer phase: the longer of its kernels and of the host's launches; on a CPU both."""
+    numbers = [op.signature for op in graph.ops if op.phase == "optimizer"]
+    steps = [(graph.work[number], kernels[graph.signatures[number]]) for number in numbers]
+    device = sum(seconds for _, seconds in steps)
     if hardware.kind == "cpu":
-        return sum(kernels[graph.signatures[op.signature]] for op in steps) + len(steps) * hardware.launch_seconds
-    moved = [graph.work[op.signature].bytes for op in steps]
-    moving = sum(nbytes / _bandwidth(hardware, nbytes) for nbytes in moved)
-    launches = sum(ceil(count / GROUPED_PARAMETERS) for count in Counter(op.target for op in steps).values())
-    return max(moving, launches * hardware.launch_seconds)
+        return device + len(steps) * hardware.launch_seconds
+    launches = sum(ceil(work.tensors / GROUPED_PARAMETERS) for work, seconds in steps if seconds > 0)
+    return max(device, launches * hardware.launch_seconds)
 
 
 DISK = 1e9  # bytes/s of a file

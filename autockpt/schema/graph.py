@@ -90,6 +90,7 @@ class Work:
     ``name`` is the op without namespace and overload (``tanh``), ``dtype`` that of the arithmetic as torch names it
     (``bfloat16``), ``smallest`` the smallest dimension of a product. ``unpacked``: those of the bytes that are moved
     before the product begins, to dequantise its weight. Of a collective (``link``) ``bytes`` are what a rank sends.
+    ``tensors``: of an op over lists, as those of grouped optimizers, how many its first list has.
     """
 
     kind: WorkKind
@@ -100,6 +101,7 @@ class Work:
     elements: int = 0
     smallest: int = 0
     unpacked: float = 0.0
+    tensors: int = 1
 
 
 @_record

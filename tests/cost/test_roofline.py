@@ -130,6 +130,21 @@ def test_a_step_that_waits_for_its_host_says_what_hosts_make_of_it() -> None:
     assert waits_for_host(load_hardware("cpu"), graph) == []
 
 
+def test_an_optimizer_costs_a_launch_per_group_or_per_parameter() -> None:
+    def seconds(name: str, *, tensors: int, ops: int) -> float:
+        graph = Graph(
+            resident_bytes=0,
+            signatures=(name,),
+            work=(Work("elements", name, bytes=1.0, tensors=tensors),),
+            ops=tuple(Op(index=i, target=name, phase="optimizer", module="", signature=0) for i in range(ops)),
+            storages=(),
+        )
+        return roofline_times(card(kernel_seconds=2e-6), [graph]).optimizer_seconds
+
+    assert seconds("mul_", tensors=1, ops=72) == pytest.approx(72e-5)
+    assert seconds("_foreach_mul_", tensors=72, ops=1) == pytest.approx(2e-5)
+
+
 def test_products_in_a_step_keep_a_share_of_what_they_reach_alone() -> None:
     alone = card(efficiency=card().efficiency.model_dump() | {"half_size_of": {"float32": 0.0}})
     sustained = card(efficiency=alone.efficiency.model_dump() | {"sustained": 0.5})

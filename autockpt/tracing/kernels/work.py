@@ -75,7 +75,9 @@ def work_of(
         return Work("matrix", name, dtype, flops, moved, elements, smallest)
     if name in _COPIES and not _all_contiguous([*inputs, *outputs]):
         name = STRIDED_COPY
-    return Work("elements", name, dtype, flops, moved, elements)
+    first = argument("self")
+    tensors = len(first) if isinstance(first, list | tuple) else 1
+    return Work("elements", name, dtype, flops, moved, elements, tensors=tensors)
 
 
 def _floating(tensor: Tensor) -> bool:
