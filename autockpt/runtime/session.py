@@ -84,10 +84,9 @@ def attach_units(
     _check_free(model, units)
     session = Session(units, transports, sentinels)
     try:
-        for kind, attach_to in POLICIES.items():
-            for unit in units:
-                if unit.choice.kind == kind:
-                    attach_to(unit, session)
+        kinds = list(POLICIES)
+        for unit in sorted(units, key=lambda unit: kinds.index(unit.choice.kind)):
+            POLICIES[unit.choice.kind](unit, session)
         for unit in units:
             if unit.choice.gathered:
                 keep_gathered(unit, session)
