@@ -17,9 +17,9 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from autockpt.checkpointing.fingerprint import layout_of, quietly
+from autockpt.checkpointing.offloaded import address_of
 
 _saved: Any = inspect.getattr_static(BackwardCFunction, "saved_tensors")
-_PLAIN = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
 
 
 @functools.cache
@@ -39,11 +39,6 @@ def _itself(tensor: Any) -> Any:
     with torch.inference_mode(False), torch.enable_grad(), quietly():
         node: Any = tensor.view_as(tensor).grad_fn
         leaf = node.next_functions[0][0].variable
-        same = _memory_of(leaf) == _memory_of(tensor) != 0 and layout_of(leaf) == layout_of(tensor)
+        memory = address_of(tensor)
+        same = memory is not None and memory == address_of(leaf) and layout_of(leaf) == layout_of(tensor)
     return leaf if same else tensor
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    """Of a plain tensor; 0 for all others, and where FSDP has taken it away."""
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-    return tensor.untyped_storage()._cdata if plain else 0
