@@ -61,11 +61,8 @@ class Attachment:
         self._cache_unit: Any = None
         self.turn: Callable[[], AbstractContextManager[None]] | None = None
 
-    def put_on(self) -> None:
-        """The forward is this attachment's, for the first time or again."""
-
-    def taken_off(self) -> None:
-        """The forward is no longer this attachment's."""
+    def switch(self, on: bool) -> None:
+        """The forward is this attachment's from now on, or no longer."""
 
     def as_it_is_now(self, module: nn.Module) -> Any:
         """What calls of a recomputed unit have taught. Where its modules are others by now, that is forgotten."""
@@ -201,7 +198,7 @@ def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwar
 def take_off(module: nn.Module, forward: AttachedForward) -> None:
     """Undo ``Session.place``. Where another forward was put over it since, that one stays and ours becomes inert."""
     forward.state.active = False
-    forward.state.taken_off()
+    forward.state.switch(False)
     if module.__dict__.get("forward") is not forward:
         return
     if forward.state.inner is None:
@@ -219,7 +216,7 @@ def put_back(module: nn.Module, forward: AttachedForward) -> None:
         )
     forward.state.active = True
     module.__dict__["forward"] = forward
-    forward.state.put_on()
+    forward.state.switch(True)
 
 
 def attached_to(module: nn.Module) -> AttachedForward | None:
@@ -356,7 +353,7 @@ class Session:
         forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
         module.__dict__["forward"] = forward
         self.placed.append((module, forward))
-        state.put_on()
+        state.switch(True)
 
     @property
     def attached(self) -> dict[str, str]:

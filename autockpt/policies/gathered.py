@@ -28,20 +28,15 @@ class GatheredState(Attachment):
         freed = [(group, state) for group, state in groups if group.post_forward_mesh_info is not None]
         self._before = [(group, state, group.post_forward_mesh_info) for group, state in freed]
 
-    def keep(self, gathered: bool) -> None:
-        """Have the weights stay as they are after a forward, or not if they would not without this."""
+    def switch(self, on: bool) -> None:
+        """Have the weights stay gathered after a forward, or not if they would not without this.
+
+        A compiled forward does not ask again: there weights stay without gradients, too.
+        """
         for group, state, before in self._before:
             # weights of FSDP2's roots stay by default, and which these are it finds in the first forward
             root = state._is_root and state._auto_reshard_after_forward
-            group.post_forward_mesh_info = None if gathered or root else before
-
-    def put_on(self) -> None:
-        """See ``Attachment``. A compiled forward does not ask again: there weights stay without gradients, too."""
-        self.keep(True)
-
-    def taken_off(self) -> None:
-        """See ``Attachment``."""
-        self.keep(False)
+            group.post_forward_mesh_info = None if on or root else before
 
 
 def keep_gathered(unit: PlannedUnit, session: Session) -> None:
@@ -66,5 +61,5 @@ def keep_gathered(unit: PlannedUnit, session: Session) -> None:
 def run_gathered(module: nn.Module, state: GatheredState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward, after which FSDP2 keeps what it gathered if there will be a backward."""
     if state.active and not torch.compiler.is_compiling():
-        state.keep(torch.is_grad_enabled())
+        state.switch(torch.is_grad_enabled())
     return call_inner(module, state, args, kwargs)
