@@ -55,11 +55,6 @@ class Value:
     ``blank``: the op that made the memory, to be written to; ``unwritten``: how many of its elements are not yet.
     """
 
-    __slots__ = (
-        *("blank", "dtype", "foreign", "geometry", "given", "index", "nbytes", "number", "op", "overwritten"),
-        *("unwritten", "version"),
-    )
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.geometry, self.dtype, self.nbytes = geometry_of(tensor), tensor.dtype, tensor.untyped_storage().nbytes()
         self.version = tensor._version
@@ -84,8 +79,6 @@ class Read(NamedTuple):
 
 class Op:
     """An op that can run again. Its arguments are as they were but for tensors, which are ``Read``."""
-
-    __slots__ = ("args", "func", "kwargs", "outputs", "reads")
 
     def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], reads: list[Value]) -> None:
         self.func, self.args, self.kwargs, self.reads = func, args, kwargs, reads
