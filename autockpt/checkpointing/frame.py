@@ -134,11 +134,12 @@ class CheckpointFrame:
         Raises ConflictError where it did what cannot be done twice. In calls that are not checked it is backward that
         finds changed inputs and parameters.
         """
-        if self._late is not None:
-            output = self._run_checked(args, kwargs)
-        else:
-            with saved_tensors_hooks(self.pack, self.unpack):
-                output = self._forward(*args, **kwargs)
+        state, live = self._unit.state, self._live or []
+        before = None if self._late is None else (list(map(_version, live)), state.take_all(), state.effects())
+        with saved_tensors_hooks(self.pack, self.unpack):
+            output = self._forward(*args, **kwargs)
+        if before is not None:
+            self._learn_effects(live, *before)
         self._live = None
         if type(self._observer) is CheckedCall:
             self._observer.forward_ended()
@@ -146,12 +147,9 @@ class CheckpointFrame:
             self._keep_own_indices()
         return output
 
-    def _run_checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The forward, and what is to be learned from it."""
-        unit, state, live = self._unit, self._unit.state, self._live or []
-        given, everything, effects = list(map(_version, live)), state.take_all(), state.effects()
-        with saved_tensors_hooks(self.pack, self.unpack):
-            output = self._forward(*args, **kwargs)
+    def _learn_effects(self, live: list[torch.Tensor], given: list[int], everything: Any, effects: Any) -> None:
+        """A checked forward has ended, before which inputs had the versions ``given``, and modules held this."""
+        unit, state = self._unit, self._unit.state
         for what, tensors, versions in (("inputs", live, given), ("parameters", self._present(), self._versions)):
             changed = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
             if changed:
@@ -170,7 +168,6 @@ class CheckpointFrame:
         if installed:  # a recomputation must not install hooks again
             self._before = [entry for entry in self._before if not entry.marks_done]
         unit.draws_in_python |= self._context.forget_python_unless_drawn()
-        return output
 
     def _present(self) -> list[torch.Tensor]:
         return [parameter for parameter in self._parameters if parameter is not None]
@@ -269,7 +266,7 @@ class CheckpointFrame:
             unit.state.restored([*self._before, *exchanged], self._training) as self._shared,
             self._context,
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force
-            saved_tensors_hooks(self.repack, _identity),
+            saved_tensors_hooks(self.repack, identity),
         ):
             return self._forward(*args, **kwargs)
 
@@ -344,7 +341,7 @@ class CheckpointFrame:
         return [Entry(place.home, place.name, place.then, None, 0) for place in exchanged if place.holds_other_values]
 
 
-def _identity(tensor: Any) -> Any:
+def identity(tensor: Any) -> Any:
     """The hook for unpacking what is not packed."""
     return tensor
 

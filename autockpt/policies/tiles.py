@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import Holder, save
 from autockpt.checkpointing.fingerprint import tolerance_of
+from autockpt.checkpointing.frame import identity
 from autockpt.checkpointing.replay_context import AutocastState, running_again
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
@@ -70,10 +71,6 @@ def run_tiled(module: nn.Module, state: TileState, /, *args: Any, **kwargs: Any)
     return _Tiles.apply(module, state, casts, held, x, *trained)
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _in_a_row(x: Tensor) -> Tensor:
     return x.reshape(*(1,) * (x.dim() - 2), -1, x.shape[-1])
 
@@ -81,7 +78,7 @@ def _in_a_row(x: Tensor) -> Tensor:
 def _of_forward(module: nn.Module, state: TileState, casts: AutocastState, part: Tensor) -> Tensor:
     """Inside autocast gradients are enabled: it would remember a copy of the weights that was made without them, and
     hand it to the next user. What is saved then is no concern of the unit's."""
-    with torch.set_grad_enabled(casts.enabled), saved_tensors_hooks(_identity, _identity):
+    with torch.set_grad_enabled(casts.enabled), saved_tensors_hooks(identity, identity):
         return call_inner(module, state, (part,), {}).detach()
 
 
