@@ -46,11 +46,8 @@ class Proof:
         if self.mode == "off":
             return f"sentinels are off ({VARIABLE}, sentinels= of apply)"
         proven = sum(1 for unit in self.units.values() if unit.checks)
-        often = (
-            "every call"
-            if self.mode == "all"
-            else f"{FIRST_CALLS} first calls, then ever fewer, at least one in {LONGEST + 1}"
-        )
+        some = f"{FIRST_CALLS} first calls, then ever fewer, at least one in {LONGEST + 1}"
+        often = "every call" if self.mode == "all" else some
         lines = [
             f"sentinels ({often}): in {self.steps} forward passes {self.tensors} tensors in {self.checks} calls of "
             f"{proven} of {len(self.units)} units were what forward had computed, {self.samples} of other calls at one "

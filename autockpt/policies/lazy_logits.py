@@ -157,7 +157,12 @@ class ChunkedLoss(torch.autograd.Function):
         refuse_odd_backward(loss.call, gradient)
         if loss.call.exact and loss.steps:
             loss.call.stepped_by(loss.use)
-        hidden, target, total = _saved(ctx, loss)
+        try:
+            hidden, target, total = ctx.saved_tensors
+        except RuntimeError as error:
+            what = f"what {loss.call.choice} on {loss.call.unit} reads again in backward"
+            raise_in_words(error, what, f"Change a clone of it, or use `save` on {loss.call.unit}.")
+            raise
         if total is not None:
             column, reduction = total.new_empty((len(hidden), 1)), REDUCTIONS[loss.reduction]
             classes = loss.columns(target)
@@ -194,16 +199,6 @@ def gradients_of(output: Tensor, inputs: Sequence[Tensor], gradient: Tensor) -> 
     finally:
         for hooks, those in kept:
             hooks.update(those)
-
-
-def _saved(ctx: Any, loss: CrossEntropy) -> tuple[Tensor, ...]:
-    """What backward was given. Raises InPlaceError where it was changed in place since."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        what = f"what {loss.call.choice} on {loss.call.unit} reads again in backward"
-        raise_in_words(error, what, f"Change a clone of it, or use `save` on {loss.call.unit}.")
-        raise
 
 
 def _nobody_else_holds(saved: Tensor) -> bool:

@@ -203,9 +203,6 @@ class Handle:
     def __exit__(self, *raised: object) -> None:
         self.remove()
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def __str__(self) -> str:
         state = "removed" if self._removed else "applied"
         why = self.plan.status_reason
@@ -213,3 +210,5 @@ class Handle:
             why = f"for {self.plan.environment.device.name}, never measured"
         head = f"autockpt plan, {self.plan.status}{f' ({why})' if why else ''}, {state}:"
         return "\n".join([head, *self._session.describe(), *(f"  note: {note}" for note in self.notes)])
+
+    __repr__ = __str__
