@@ -105,13 +105,13 @@ class RecordedUnit(CheckpointedUnit):
         module: nn.Module,
         check: UnitCheck,
         watching: Callable[[OpRecorder], AbstractContextManager[Any]],
-        keeps: Callable[[Any], bool] = lambda _: False,
-        scopes: Mapping[nn.Module, str] | None = None,
+        keeps: Callable[[Any], bool],
+        scopes: Mapping[nn.Module, str],
         *,
-        compares: bool = True,
+        compares: bool,
     ) -> None:
         super().__init__(name, module, check)
-        self.watching, self.keeps, self.scopes = watching, keeps, scopes or {}
+        self.watching, self.keeps, self.scopes = watching, keeps, scopes
         self.everywhere = "within" not in self.scopes.values()
         self.modules = modules = self.state.modules
         fields = [vars(m) for m in modules]

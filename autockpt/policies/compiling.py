@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -46,17 +45,12 @@ def run_as_it_is(function: F, *, calls: bool = True) -> F:
 
     Where it can be part of a graph it is. What ``torch.compiler.disable`` does to a function is never part of one.
     """
-    _leave(function.__code__, calls)
-    return function
-
-
-@functools.cache
-def _leave(code: CodeType, calls: bool) -> None:
     # by code object: torch.compiler.disable wraps a function instead, which is then never a part of a graph
     eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     action = eval_frame._FrameAction
     called = action.SKIP if calls else action.DEFAULT
-    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, called))
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, called))
+    return function
 
 
 def uncompiled() -> AbstractContextManager[Any]:

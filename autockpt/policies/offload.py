@@ -123,7 +123,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         keep_identity()
         back = functools.partial(unpack, unit=state.unit)
         try:
-            with saved_tensors_hooks(run_as_it_is(offloading.pack), back), compiled_by(compiler):
+            with saved_tensors_hooks(offloading.pack, back), compiled_by(compiler):
                 output = call_inner(module, state, args, kwargs)
         except (RuntimeError, AssertionError) as error:
             refuse_by_message(error, state.unit)
@@ -178,4 +178,5 @@ def _fetch(group: weakref.ref[OffloadedCall], gradients: Any) -> None:
 
 
 # Between two graphs the compiler would take on what autograd calls for each saved tensor.
-run_as_it_is(unpack)
+for _hook in (OffloadHooks.pack, unpack):
+    run_as_it_is(_hook)
