@@ -86,8 +86,9 @@ class _CompiledInPlace:
         """A forward of the model begins."""
         if self._scopes and not torch.compiler.is_compiling() and self._unit._compiled_call_impl is not None:
             for module, forward in self._scopes:
-                self._placed.remove((module, forward))
-                take_off(module, forward)
+                if module.__dict__.get("forward") is forward:  # else what runs again stands before it
+                    self._placed.remove((module, forward))
+                    take_off(module, forward)
             self._scopes = []
 
     def end(self) -> None:

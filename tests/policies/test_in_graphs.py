@@ -90,9 +90,12 @@ def test_gradients_are_those_of_compiled_steps(choice: Any) -> None:
         assert all(map(torch.equal, found, wanted))
 
 
-def test_scopes_stay_off_where_a_plan_is_put_back() -> None:
+@pytest.mark.parametrize(("keep", "again"), [(["mlp.up"], 2), (["**"], 0)])
+def test_scopes_stay_off_where_a_plan_is_put_back(keep: list[str], again: int) -> None:
     model, products = three_layers(), list[int]()
-    session = attach(model, dict.fromkeys(UNITS, parse_choice({"kind": "selective", "keep": ["mlp.up"]})))
+    for layer in model.layers:
+        layer.own = nn.Parameter(torch.ones(16, 16))  # with ** its layer is a scope itself
+    session = attach(model, dict.fromkeys(UNITS, parse_choice({"kind": "selective", "keep": keep})))
     compiler = backend(products)
     for layer in model.layers:
         layer.compile(backend=compiler, fullgraph=True)
@@ -101,7 +104,7 @@ def test_scopes_stay_off_where_a_plan_is_put_back() -> None:
     with session.for_now():
         model(torch.randn(4, 16)).square().mean().backward()
     session.remove()
-    assert products == [PRODUCTS + 2]
+    assert products == [PRODUCTS + again]
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
