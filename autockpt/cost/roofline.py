@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from math import ceil, prod
 
 import numpy as np
+import torch
 
 from autockpt.errors import UsageError
 from autockpt.measuring.environment import installed_versions
@@ -22,7 +23,6 @@ from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Work
 from autockpt.tracing.kernels.operators import COLLECTIVES
 from autockpt.tracing.kernels.signature import ATTENTION
-from autockpt.tracing.kernels.timeline import element_bytes
 
 VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
 # Parameters per kernel of the grouped optimizers: 30 to 110 in ATen's MultiTensorApply.cuh, by tensors per parameter.
@@ -260,7 +260,7 @@ def nominal_op_times(environment: Environment, *graphs: Graph) -> OpTimes:
         seconds = max(work.flops / flops_rate, work.bytes / (link_rate if work.kind == "link" else memory_rate))
         if environment.device.kind != "cpu" or work.kind == "none" or op.target.split(".")[1].endswith("_"):
             return seconds
-        sizes = (prod(out.shape) * element_bytes(out.dtype) for out in op.outputs)
+        sizes = (prod(out.shape) * getattr(torch, out.dtype).itemsize for out in op.outputs)
         return seconds + sum(size for size in sizes if size > MAPPED) / FAULTS
 
     seconds: dict[str, float] = {}

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, Segment
 from autockpt.solvers.exact import exact
 from autockpt.solvers.problem import Option, Problem, UnitOptions, option_of
-from autockpt.solvers.refine import Checked, Checker, Offsets, Refined, refine, solved
+from autockpt.solvers.refine import Checked, Checker, Refined, refine, solved
 
 SIZES = (2, 3, 4, 6, 8, 12)
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the units that may be in segments
@@ -84,35 +84,33 @@ def refine_segmented(
     segments: Segments | None,
     *,
     max_calls: int,
-    offsets: Offsets | None = None,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
 ) -> Refined:
     """``refine``, and where the numbers say that segments are worth it, again with these: the better of the two.
 
     That is asked of the numbers alone, as the check has corrected them, in some milliseconds; only then up to
     ``CALLS`` more plans go to it.
-    ``offsets`` are taken and given as by ``refine``: for the problem without segments.
     """
     asking = partial(refine, check=check, remembered=remembered)
-    plain = asking(problem, max_calls=max_calls, offsets=offsets)
+    plain = asking(problem, max_calls=max_calls)
     if segments is None:
         return plain
-    found = list(segments.problems(problem))
+    offsets, found = plain.offsets, list(segments.problems(problem))
     if not plain.feasible:  # the leanest with segments may fit where no other plan does
         leanest = min(found, key=lambda asked: exact(asked.model_copy(update={"budget_bytes": 0})).peak, default=None)
         if leanest is None:
             return plain
         lean = asking(leanest, max_calls=max_calls)
-        plain = replace(lean, offsets=plain.offsets) if lean.feasible else plain
+        plain = lean if lean.feasible else plain
     worth = WORTH * abs(problem.base_seconds)
     ceiling = least = plain.assignment.seconds - worth if plain.feasible else math.inf
     best = None
     for asked in found:
         if sum(unit.options[0].seconds for unit in asked.units if len(unit.options) == 1) < ceiling:
-            answer = solved(asked, plain.offsets)
+            answer = solved(asked, offsets)
             if answer.feasible and answer.seconds < ceiling:
                 best, ceiling = asked, answer.seconds
     if best is None:
         return plain
-    again = asking(best, max_calls=min(CALLS, max_calls), offsets=plain.offsets)
-    return replace(again, offsets=plain.offsets) if again.feasible and again.assignment.seconds < least else plain
+    again = asking(best, max_calls=min(CALLS, max_calls), offsets=offsets)
+    return again if again.feasible and again.assignment.seconds < least else plain

@@ -15,7 +15,6 @@ import torch
 from autockpt.schema import Graph, Hardware, Storage, StorageKind, WorkloadSpec
 from autockpt.schema.graph import Copy
 from autockpt.tracing.kernels.allocator import MIB
-from autockpt.tracing.kernels.timeline import element_bytes
 
 # aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: :4096:2:16:8, and 32 MiB from Hopper on; with ROCm
 # 32 MiB, and 128 MiB on gfx942, gfx950 and gfx1250.
@@ -171,7 +170,7 @@ def _eight_bit(graph: Graph) -> Graph:
 
 def _is_fp32(graph: Graph) -> bool:
     """Whether most bytes of the gradients are fp32."""
-    item = {out.storage: round(element_bytes(out.dtype)) for op in graph.ops for out in op.outputs}
+    item = {out.storage: getattr(torch, out.dtype).itemsize for op in graph.ops for out in op.outputs}
     total: Counter[int] = Counter()  # by bytes of an element
     for sid, nbytes in _gradients(graph).items():
         total[item.get(sid, 4)] += nbytes

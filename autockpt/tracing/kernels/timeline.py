@@ -1,19 +1,10 @@
-"""Numbers of a traced cycle, op by op: bytes over time, phases, micro-batches, bytes of an element."""
+"""Numbers of a traced cycle, op by op: bytes over time, phases, micro-batches."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from autockpt.schema.graph import PHASES, Graph
-
-BITS = {"bool": 8, "complex64": 64, "complex128": 128}
-
-
-def element_bytes(dtype: str) -> float:
-    """Bytes per element of a dtype as a Graph writes it (``torch.float32`` or ``float32``); 4 where it is unknown."""
-    name = dtype.removeprefix("torch.")
-    digits = "".join(c for c in name.split("_")[0].split("e")[0] if c.isdigit())  # float8_e4m3fn has 8 bits
-    return BITS.get(name, int(digits) if digits else 32) / 8
 
 
 def bytes_timeline(graph: Graph) -> np.ndarray:
