@@ -71,7 +71,7 @@ class InfeasibleError(AutockptError):
     """No plan fits the budget. Exit code 3.
 
     ``smallest_peak`` is the least reachable peak in bytes, where known; ``alternatives`` are changes of the job that
-    would fit (``schema.outlook.Alternative``), least change first; ``run`` is the run's directory that it is on record
+    would fit (``schema.trial.Alternative``), least change first; ``run`` is the run's directory that it is on record
     in, if any.
     """
 

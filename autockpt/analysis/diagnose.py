@@ -25,7 +25,7 @@ from autockpt.schema import (
     format_binary,
 )
 from autockpt.schema.base import Data
-from autockpt.schema.outlook import Alternative
+from autockpt.schema.trial import Alternative
 from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search

@@ -9,6 +9,7 @@ from autockpt.schema.choices import (
     Offload,
     RecomputeOffload,
     Remake,
+    SearchSpace,
     Segment,
     Selective,
     dump_choices,
@@ -39,6 +40,5 @@ from autockpt.schema.sizes import (
     parse_budget,
     parse_size,
 )
-from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Measurement, Prediction, Trial, TrialState
 from autockpt.schema.workload import WorkloadSpec

@@ -36,17 +36,7 @@ from autockpt.schema.device import Environment
 from autockpt.schema.files import set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.known import ALL, NONE
-from autockpt.schema.names import (
-    Entry,
-    align,
-    check_nesting,
-    expand,
-    fold,
-    listing,
-    outermost,
-    parse_pattern,
-    views,
-)
+from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
 from autockpt.schema.sizes import ResolvedBudget, format_binary, format_bytes
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.words import step_note

@@ -11,12 +11,12 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from autockpt.schema.base import Command, Data, Facts
+from autockpt.schema.choices import SearchSpace
 from autockpt.schema.device import DeviceInfo, Environment
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import Comparison, CompileMode, Plan, PlanStatus
 from autockpt.schema.sizes import Budget, ResolvedBudget
-from autockpt.schema.space import SearchSpace
 from autockpt.schema.trial import Measurement, Prediction, Trial
 from autockpt.schema.workload import SEEDS, Stage, WorkloadSpec
 

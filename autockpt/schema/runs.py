@@ -33,11 +33,10 @@ from autockpt.schema.base import first_violation
 from autockpt.schema.device import Environment
 from autockpt.schema.files import FULL, atomic_write, locked, open_in_place, read_regular, reason, set_aside
 from autockpt.schema.graph import Graph, Unit
-from autockpt.schema.outlook import Outlook
 from autockpt.schema.plan import Plan
 from autockpt.schema.profile import Profile
 from autockpt.schema.request import FinishedSearch, question_hash
-from autockpt.schema.trial import Trial
+from autockpt.schema.trial import Outlook, Trial
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)

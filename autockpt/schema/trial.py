@@ -1,4 +1,4 @@
-"""Measured facts: one reading of a plan, and a trial of the search."""
+"""One reading of a plan, a trial of the search, and what ghost runs alone say besides."""
 
 from __future__ import annotations
 
@@ -76,3 +76,35 @@ class Trial(Data):
     def score_seconds(self) -> float:
         """Step seconds by ``score``; infinite where there are none."""
         return math.inf if self.score is None or self.score.step_seconds is None else self.score.step_seconds
+
+
+# -- what ghost runs alone say besides: plans for other budgets, changes of the job ------------------------------------
+
+
+class Alternative(Data):
+    """A change of the job that fits the budget, ghost-run. Nothing of it was measured."""
+
+    options: str = Field(description="the changed settings of the job: batch size 1, accumulate 2")
+    effect: str = Field(description="what changes for the training, in words")
+    plan: str = Field(description="the uniform choice that was simulated")
+    peak_bytes: int = Field(description="simulated, the device's own overhead included")
+    spare_bytes: int | None = Field(default=None, description="what it leaves of the budget")
+    step_seconds: float | None = Field(default=None, description="simulated; None where rates are only nominal")
+    relative_cost: float = Field(
+        description="simulated seconds per token (or row) over those of the leanest plan of the job as it was asked for"
+    )
+
+
+class GhostAnswer(Data):
+    """A plan and what its ghost run says. ``peak_bytes`` is the least budget that it was found to fit."""
+
+    choices: dict[str, Choice]
+    predicted: Prediction
+
+
+class Outlook(Data):
+    """Written when a search ends. Nothing of it was measured."""
+
+    plans: tuple[GhostAnswer, ...] = Field(default=(), description="ghost-run by the search, trials among them")
+    changes: tuple[Alternative, ...] = Field(default=(), description="what would make the job fit, where nothing fits")
+    infeasible: str = Field(default="", description="why no plan was found, where nothing fits")

@@ -23,16 +23,14 @@ from autockpt.errors import (
 )
 from autockpt.measuring.compiled import missing
 from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, Measurement, SearchRequest, Trial
-from autockpt.schema.choices import CompileBudget, Selective
+from autockpt.schema.choices import CompileBudget, SearchSpace, Selective
 from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
-from autockpt.schema.outlook import SMALLER
 from autockpt.schema.sizes import format_bytes
-from autockpt.schema.space import SearchSpace
 from autockpt.solvers import two_runs
 from autockpt.solvers.problem import Option, Point, Problem, UnitOptions, peak_of
 from autockpt.tracing import Tracer
 from autockpt.tuning.finals import first_rounds
-from autockpt.tuning.infeasible import out_of_memory
+from autockpt.tuning.infeasible import SMALLER, out_of_memory
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.targets.base import Prepared
 from autockpt.tuning.targets.measured import FINALS_SHARE, Measured, in_finals

@@ -20,8 +20,8 @@ from autockpt.cost import CostModel, UniformRuns, uniform_graphs
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import ChunkedLoss
-from autockpt.schema.outlook import FOUR_BITS, INEXACT, SMALLER, Alternative, Outlook, batch, joined
 from autockpt.schema.runs import RunDirectory
+from autockpt.schema.trial import Alternative, Outlook
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.outlook import ghost_runs
@@ -30,6 +30,10 @@ from autockpt.tuning.targets.base import Prepared
 from autockpt.workload import Step
 from autockpt.workload.factory import is_factory
 
+# changes in the words of the field, which hold for options, arguments and trainers alike
+SMALLER = "use a smaller batch (accumulate keeps its effect), shorter sequences, LoRA, or SGD"
+INEXACT = "inexact choices allowed (allow_inexact)"
+FOUR_BITS = "base weights in 4 bits (NF4, quantised twice)"
 MOST = 3
 SHARED, MOST_RANKS = "sharded over", 64
 LORA_RANK = 16
@@ -144,6 +148,11 @@ def describe(way: Alternative) -> str:
 # -- changes of the job ------------------------------------------------------------------------------------------------
 
 
+def joined(*changes: str, by: str = ", ") -> str:
+    """Several changes as one."""
+    return by.join(filter(None, changes))
+
+
 @dataclass(frozen=True)
 class Change:
     """A variant of the job, what it is called, and whether its head runs in chunks."""
@@ -158,7 +167,7 @@ class Change:
     ) -> Change:
         """This change and one more: an ``update`` of what trains, or another live ``step``."""
         job = job_of(self.job, **update) if step is None else self.job.model_copy(update={"step": step})
-        effects = "; ".join(filter(None, (self.effect, effect)))
+        effects = joined(self.effect, effect, by="; ")
         return Change(job, joined(self.options, options), effects, self.chunked or chunked)
 
 
@@ -212,7 +221,8 @@ def _smaller_batches(of: Change, rows: int) -> Iterator[Change]:
     for fewer in (size for size in range(rows // 2, 0, -1) if rows % size == 0):
         accumulate = trained.accumulate * (rows // fewer)
         description = f"batch {rows} → {fewer}, the same rows in every optimizer step"
-        yield of.then(batch(fewer, accumulate), description, batch_size=fewer, accumulate=accumulate)
+        options = f"batch size {fewer}, accumulate {accumulate}"
+        yield of.then(options, description, batch_size=fewer, accumulate=accumulate)
 
 
 def _shorter_sequences(of: Change, length: int) -> Iterator[Change]:

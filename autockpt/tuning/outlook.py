@@ -12,7 +12,7 @@ from itertools import chain, zip_longest
 
 from autockpt.cost import CostModel
 from autockpt.schema import SAVE, Choice, Trial, format_binary, plan_hash, words
-from autockpt.schema.outlook import GhostAnswer, Outlook
+from autockpt.schema.trial import GhostAnswer, Outlook
 from autockpt.solvers import exact
 from autockpt.solvers.problem import peak_of
 from autockpt.tuning.loop import Loop

@@ -1,7 +1,8 @@
 import pytest
 
-from autockpt.errors import PlanError
-from autockpt.schema.choices import choice_kinds, dump_choice, parse_choice
+from autockpt.errors import PlanError, UsageError
+from autockpt.schema import SearchSpace
+from autockpt.schema.choices import choice_kinds, dump_choice, parse_choice, searched_kinds
 
 WRONG = [
     "recompue",
@@ -50,3 +51,30 @@ def test_tiers_of_offload() -> None:
     disk = parse_choice({"kind": "offload", "tier": "disk"})
     assert str(disk) == "offload (tier disk)" and dump_choice(disk) == {"kind": "offload", "tier": "disk"}
     assert dump_choice(parse_choice({"kind": "recompute_offload", "tier": "cpu"})) == "recompute_offload"
+    with pytest.raises(PlanError) as caught:
+        parse_choice({"kind": "offload", "tier": "tape"})
+    assert "tier" in caught.value.remedy
+
+
+def test_all_searched_choices_are_tried_unless_restricted() -> None:
+    assert SearchSpace().choices == searched_kinds()
+    few = SearchSpace(choices=("save", "recompute"), head=(), gathered=False)
+    assert SearchSpace().restricted(("recompute",)) == few
+    assert SearchSpace().restricted(("recompute", "gathered")) == few.model_copy(update={"gathered": True})
+    less = SearchSpace().without(("recompute",))
+    assert less.choices == tuple(k for k in searched_kinds() if k != "recompute") and less.gathered
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("recompte", "Did you mean recompute?"),
+        ("save", "Allow recompute"),
+        ("chunked_loss", "--allow-inexact"),
+        ("compile_budget", "--compile"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(kind: str, remedy: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        SearchSpace().restricted((kind,))
+    assert remedy in refused.value.remedy

@@ -9,10 +9,10 @@ from autockpt.errors import HostBudgetExceeded, InfeasibleError, UsageError
 from autockpt.runtime import apply
 from autockpt.schema import Plan, SearchRequest, SearchSpace, WorkloadSpec, parse_budget
 from autockpt.schema.choices import CHUNKED_SOFTMAX, OFFLOAD, ChunkedLoss
-from autockpt.schema.outlook import INEXACT
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search, search_request
+from autockpt.tuning.infeasible import INEXACT
 from autockpt.workload import Step
 from tests.errors import raises
 from tests.tuning.small import live, llama_in

@@ -11,14 +11,15 @@ from torch import nn
 
 from autockpt.errors import ConflictError, InfeasibleError, UsageError
 from autockpt.schema import SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
-from autockpt.schema.outlook import FOUR_BITS, INEXACT, SMALLER, Alternative, batch, joined
+from autockpt.schema.trial import Alternative
 from autockpt.tuning import infeasible, search_request, sizes
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.infeasible import Change
+from autockpt.tuning.infeasible import FOUR_BITS, INEXACT, SMALLER, Change, joined
 from autockpt.workload import Step
 from tests.errors import raises
 
 SPEC = WorkloadSpec(model="llama-1b", batch_size=4, seq_len=1024)
+SMALLER_BATCH = "batch size 2, accumulate 2"
 SETTINGS = {"batch_size": 4, "seq_len": 1024, "tokens": 4096}
 
 
@@ -50,10 +51,10 @@ def test_combinations_come_after_singles_and_shorter_rows_last(
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
     ways = infeasible.alternatives(request_of(), SETTINGS, base, bench)
     assert ways and all(option in ways[0].options for option in needed)
-    single = [batch(2, 2), batch(1, 4), INEXACT, "LoRA of rank 16"]
+    single = [SMALLER_BATCH, "batch size 1, accumulate 4", INEXACT, "LoRA of rank 16"]
     assert asked[:4] == single
     assert any("sequences" in options for options in asked) == ("sequences" in needed)
-    assert asked.index(batch(2, 2)) < asked.index(joined(batch(2, 2), INEXACT))
+    assert asked.index(SMALLER_BATCH) < asked.index(joined(SMALLER_BATCH, INEXACT))
 
 
 @contextmanager
@@ -155,7 +156,7 @@ def test_a_live_batch_is_cut_by_rows_and_by_length(monkeypatch: pytest.MonkeyPat
     smaller, _ = infeasible._smaller_batches(long, ROWS)
     assert shapes(smaller) == {"input_ids": (2, 16), "mask": (2, 1, 16, 16), "scale": (), "pixels": (2, 3, 16)}
     assert smaller.job.step.accumulate == 2 and smaller.job.step.settings["batch_size"] == 2
-    assert smaller.options == batch(2, 2)
+    assert smaller.options == SMALLER_BATCH
     (shorter,) = infeasible._shorter_sequences(long, LENGTH)
     assert shapes(shorter)["mask"] == (ROWS, 1, 8, 8) and shapes(shorter)["pixels"] == (ROWS, 3, LENGTH)
     assert long.job.step.batch["input_ids"] is ids and ids.shape == (ROWS, LENGTH)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from autockpt.schema import Choice, Measurement, Prediction, Trial, plan_hash
 from autockpt.schema.choices import Offload
-from autockpt.schema.outlook import GhostAnswer, Outlook
+from autockpt.schema.trial import GhostAnswer, Outlook
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.outlook import plans_around, trade
 from autockpt.tuning.trials import HIDDEN_COPIES
