@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autockpt.analysis.explanation import Bargain, Basis, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
 from autockpt.analysis.why import Known, budget_steps, recorded, searched, why
@@ -179,8 +177,7 @@ def explain_step(
             status=status,
             choices=choices,
             budget=budget,
-            budgets=budget_steps(known, budget, known.reach(choices)),
-            step_note=step_note(times.environment, request.workload),
+            workload=request.workload,
             notes=(*asked.notes, *notes, *on_host),
         )
 
@@ -233,8 +230,7 @@ def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> E
         status=plan.status,
         choices=choices,
         budget=held,
-        budgets=budget_steps(known, held, known.reach(choices)),
-        step_note=step_note(profile.op_times.environment, plan.workload),
+        workload=plan.workload,
         notes=(
             *(finished.outcome.notes if finished is not None else plan.notes),
             *_smaller_batches(plan),
@@ -257,6 +253,7 @@ def _explanation(
     settings: Mapping[str, Any],
     choices: dict[str, Choice],
     budget: ResolvedBudget | None,
+    workload: WorkloadSpec | None,
     **facts: Any,
 ) -> Explanation:
     """What both kinds of explanation work out alike.
@@ -283,6 +280,8 @@ def _explanation(
         basis=basis[0],
         basis_note=basis[1],
         budget=budget,
+        budgets=budget_steps(known, budget, known.reach(choices)),
+        step_note=step_note(times.environment, workload),
         save_all_peak=known.save_all.peak_bytes,
         smallest_peak=known.lean.peak_bytes,
         source=graph.source,
@@ -361,7 +360,7 @@ def step_graph(spec: WorkloadSpec, plan: Plan | None, *, hardware: str | None, d
     """Every op of the described step, under the plan where there is one. Raises as ``explain`` does."""
     card = hardware_for(hardware, device, plan)
     with ExitStack() as stack:
-        local = torch.device("cpu") if card is not None else get_device(device).torch_device
-        tracer, _ = open_tracer(stack, card, spec, plan, device=local)
+        local = get_device("cpu" if card is not None else device)
+        tracer, _ = open_tracer(stack, card, spec, plan, local.torch_device)
         graph = tracer.trace(plan.choices_for(tracer.units, tracer.head) if plan is not None else None)
         return graph.model_copy(update={"notes": (*tracer.notes, *graph.notes)})

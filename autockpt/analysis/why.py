@@ -8,15 +8,7 @@ from collections.abc import Mapping
 from autockpt.analysis.explanation import BudgetStep, Reach, Why
 from autockpt.cost import CostModel
 from autockpt.errors import InfeasibleError
-from autockpt.schema import (
-    Choice,
-    Prediction,
-    Profile,
-    ResolvedBudget,
-    SearchRequest,
-    format_binary,
-    plan_hash,
-)
+from autockpt.schema import Choice, Prediction, Profile, ResolvedBudget, SearchRequest, format_binary, plan_hash
 from autockpt.schema.known import NONE
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.loop import Loop

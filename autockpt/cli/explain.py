@@ -71,8 +71,7 @@ def explain(
             watcher.stage("trace")
             show(step_graph(spec, loaded, hardware=hardware, device=device), print_ops, as_json)
             return
-        on: dict[str, Any] = {"device": device, "hardware": hardware, "listener": watcher}
-        said = explained(plan, workload, budget=budget, **on)
+        said = explained(plan, workload, budget=budget, device=device, hardware=hardware, listener=watcher)
     show(said, print_explanation, as_json)
     if said.budget is not None and said.smallest_peak > said.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)
