@@ -71,8 +71,7 @@ class InfeasibleError(AutockptError):
     """No plan fits the budget. Exit code 3.
 
     ``smallest_peak`` is the least reachable peak in bytes, where known; ``alternatives`` are changes of the job that
-    would fit (``schema.trial.Alternative``), least change first; ``run`` is the run's directory that it is on record
-    in, if any.
+    would fit (``schema.trial.Alternative``), least change first.
     """
 
     code = "budget.infeasible"
@@ -82,7 +81,6 @@ class InfeasibleError(AutockptError):
         super().__init__(message, remedy=remedy)
         self.smallest_peak = smallest_peak
         self.alternatives: tuple[Any, ...] = ()
-        self.run: Any = None
 
 
 class ConflictError(UsageError):

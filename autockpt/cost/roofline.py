@@ -252,7 +252,7 @@ RATES = {"cpu": (1e11, 1e10, 2e9), "cuda": (1e14, 1e12, 2e10)}
 MAPPED, FAULTS = 2**25, 2e9  # bytes, bytes/s
 
 
-def nominal_op_times(environment: Environment, *graphs: Graph) -> OpTimes:
+def nominal_op_times(environment: Environment, graphs: Iterable[Graph]) -> OpTimes:
     """Seconds of every signature of ``graphs`` by a roofline of nominal rates for the kind of device."""
     flops_rate, memory_rate, link_rate = RATES.get(environment.device.kind, RATES["cuda"])
 

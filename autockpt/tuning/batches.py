@@ -8,29 +8,28 @@ its own, and the best one the trials that are left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
+from autockpt.errors import AutockptError, InfeasibleError, TimeLimitReached, UsageError
 from autockpt.measuring.local import refuse_many_processes
-from autockpt.schema import Listener, SearchOutcome, SearchRequest, WorkloadSpec
+from autockpt.schema import Graph, Listener, Op, SearchOutcome, SearchRequest, WorkloadSpec
 from autockpt.schema.known import OURS
 from autockpt.schema.request import BatchAnswer, BatchSetting
 from autockpt.schema.words import tally
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.opening import kinds_of
-from autockpt.tuning.rows import refuse_dependent_rows
-from autockpt.tuning.search import run_search, save_plan_copy
+from autockpt.tuning.opening import kinds_of, tracer_of
+from autockpt.tuning.search import Search, run_search, save_plan_copy
 from autockpt.tuning.sizes import LEAN_KINDS, job_of, largest_that_fits, least_bytes, what_if_of
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
 APART = 0.02  # share of an update's time by which simulated settings must differ to be distinguished
-Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
 SizeSearch = Callable[[int, int, float | None], SearchOutcome]
 """The search of a micro-batch: its size, candidates, seconds left. It goes on where an earlier one ended."""
 
@@ -71,8 +70,8 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
 
         climb = Climb(rows, at, Clock(listener, request.timeout))
         listener.stage("ghost-run batch sizes")
-        what_if = replace(what_if_of(request, kinds_of(request.space, request.allow_inexact)), listener=listener)
-        refuse_dependent_rows(job, what_if.device)
+        what_if = what_if_of(request, kinds_of(request.space, request.allow_inexact))
+        refuse_dependent_rows(job)
         top = climb.summit(sizes, largest("save"), largest(*LEAN_KINDS), share, request.trials)
         left, found = request.trials - climb.spent, climb.found[top]
         # not where saving everything fits, nor where a simulation ended: more candidates could not bring more
@@ -196,3 +195,55 @@ NOTES = (
     "labels of all micro-batches first, n = sum(b['labels'][:, 1:].ne(-100).sum() for b in micro_batches), and take "
     "model(**b, num_items_in_batch=n).loss, not divided by the accumulation.",
 )
+
+
+# -- rows that depend on each other -----------------------------------------------------------------------------------
+
+SIZES = (2, 3)
+"""Rows of the two runs: single rows are broadcast, and batch norms refuse them."""
+
+
+def refuse_dependent_rows(job: Callable[[int], SearchRequest]) -> None:
+    """Raise UsageError where another micro-batch is another training, as rows of a batch depend on each other.
+
+    Two batch sizes are ghost-run. An op of the forward whose output grows with the square of the rows compares rows, as
+    contrastive losses do. A batch norm that returns the statistics of its batch combines them. A model that cannot be
+    ghost-run at these sizes passes.
+    """
+    graphs = list[Graph]()
+    with suppress(AutockptError):
+        for size in SIZES:
+            with tracer_of(job(size), fallback=False) as tracer:
+                graphs.append(tracer.trace())
+    if len(graphs) == len(SIZES) and (where := next(meetings(*graphs), "")):
+        raise UsageError(
+            f"the rows of this model's batch depend on each other ({where}): another micro-batch is another training",
+            remedy="Keep the batch size as it is, and search without a global batch.",
+        )
+
+
+def meetings(small: Graph, large: Graph) -> Iterator[str]:
+    """Ops that read several rows at once, with their modules, by the traced steps of ``SIZES`` rows."""
+    few, many = SIZES
+    others = dict(_numbered(large))
+    for key, op in _numbered(small):
+        counts, more = _elements(op), _elements(others[key]) if key in others else []
+        squared = any(one * many**2 == two * few**2 for one, two in zip(counts, more, strict=False))
+        if squared or ("batch_norm" in op.target and len(op.outputs) > 1 and math.prod(op.outputs[1].shape) > 0):
+            name = op.target.removeprefix("aten.").partition(".")[0]
+            yield f"{name} in {op.module}" if op.module else name
+
+
+def _numbered(graph: Graph) -> Iterator[tuple[tuple[str, str, int], Op]]:
+    """The ops of the forward, each by its module, its name and how often that came before there."""
+    before = Counter[tuple[str, str]]()
+    for op in graph.ops:
+        if op.phase == "forward":
+            name = (op.module, op.target)
+            before[name] += 1
+            yield (*name, before[name]), op
+
+
+def _elements(op: Op) -> list[int]:
+    """How many numbers each floating tensor holds that the op returns, empty ones left out."""
+    return [count for made in op.outputs if "f" in made.dtype and (count := math.prod(made.shape))]

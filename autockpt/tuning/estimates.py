@@ -116,7 +116,7 @@ def estimate_step(
     """
     own = {name: step.settings.get(name) for name in ("batch_size", "seq_len")}
     request = SearchRequest(budget=parse_budget("auto"), step=step, simulate=True, alternatives=False)
-    card = local_device(request)[1].device.name
+    card = local_device(request)[0].device.name
     for sizes in product(batch_sizes or [own["batch_size"]], seq_lens or [own["seq_len"]]):
         wanted: dict[str, Any] = {n: s if isinstance(s, int) else None for n, s in zip(own, sizes, strict=True)}
         others = {name: size for name, size in wanted.items() if size not in (None, own[name])}

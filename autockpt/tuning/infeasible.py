@@ -22,6 +22,7 @@ from autockpt.schema import ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.runs import RunDirectory
 from autockpt.schema.trial import Alternative, Outlook
+from autockpt.schema.words import step_note
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import blocks_of
 from autockpt.tuning.outlook import ghost_runs
@@ -91,7 +92,6 @@ def explain_refusal(
     outlook = Outlook(plans=ghost_runs(cost_model) if cost_model is not None else (), infeasible=error.message)
     if run is not None:
         run.write_outlook(outlook)
-        error.run = run
     if request.compile is not None or not request.alternatives:
         return
     if not request.budget.is_share:
@@ -113,7 +113,8 @@ def explain_refusal(
             run.write_outlook(outlook.model_copy(update={"changes": changes}))
         if changes:
             lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
-            error.remedy = "\n".join([*lines, *map(describe, changes), *filter(None, [what_if.step_note])])
+            note = step_note(prepared.environment, request.workload)
+            error.remedy = "\n".join(filter(None, [*lines, *map(describe, changes), note]))
         elif late():
             limit = f"no longer than the time limit of {clock.timeout:g} s"
             error.remedy += f"\nWhat would fit was looked for {limit}, and not found by then."
@@ -309,7 +310,7 @@ def _way(change: Change, variant: Variant, what_if: WhatIf, standard: float) -> 
         plan=f"every layer on {kind}{head}",
         peak_bytes=best.peak_bytes,
         spare_bytes=what_if.budget_bytes - best.peak_bytes,
-        step_seconds=best.step_seconds if what_if.seconds else None,
+        step_seconds=best.step_seconds if change.job.hardware is not None else None,  # else nominal
         relative_cost=seconds / standard if standard else 1.0,
     )
 

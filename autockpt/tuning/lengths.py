@@ -8,7 +8,7 @@ are interpolated linearly.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -25,7 +25,7 @@ from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import When
 from autockpt.schema.runs import RunDirectory
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.search import run_search, save_plan_copy
+from autockpt.tuning.search import Search, run_search, save_plan_copy
 from autockpt.tuning.sizes import resized
 from autockpt.workload.lengths import shortened
 from autockpt.workload.units import discover_units
@@ -103,11 +103,7 @@ def _at(length: float, known: Iterable[tuple[float, float]]) -> float:
     return float(np.interp(length, lengths, [points[n] for n in lengths]))
 
 
-def search_lengths(
-    request: SearchRequest,
-    listener: Listener,
-    search: Callable[[SearchRequest, Listener | None], SearchOutcome] = run_search,
-) -> SearchOutcome:
+def search_lengths(request: SearchRequest, listener: Listener, search: Search = run_search) -> SearchOutcome:
     """A plan for batches of all lengths, none of which breaks the budget. Each length is a search with its own run.
 
     Sequences longer than ``request.workload.seq_len`` count as cut off there; a live step's batch is as long as the

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +15,10 @@ from autockpt.errors import AutockptError, UsageError
 from autockpt.measuring.environment import environment_of, environment_to_measure_in, environment_without_context
 from autockpt.schema import Budget, Environment, Graph, Hardware, OpTimes, SearchSpace, Unit, WorkloadSpec, format_bytes
 from autockpt.schema.choices import IN_TILES, RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
-from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.request import Listener, SearchRequest, Silence
 from autockpt.tracing import Tracer
 from autockpt.tracing.cuts import said_of_left_out
 from autockpt.tuning.shallow_twin import open_twin, transplanted
-from autockpt.workload import Step
 
 CHUNKS = (256, 1024, 4096)
 """Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
@@ -35,12 +31,22 @@ def kinds_of(space: SearchSpace, inexact: bool) -> tuple[str, ...]:
 
 
 def device_of(request: SearchRequest) -> Device:
-    """The device of this machine that a request is about."""
+    """The device of this machine that a request is about; for described hardware, which needs none, the CPU."""
+    if request.hardware is not None:
+        return get_device("cpu")
     return get_device(request.device if request.step is None else str(request.step.device))
 
 
-def local_device(request: SearchRequest) -> tuple[Device, Environment, int]:
-    """That device, its environment, and the bytes that others hold of it.
+def tracer_of(request: SearchRequest, *, fallback: bool = True) -> Tracer:
+    """A tracer of what a request trains. Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
+    if request.workload is None:
+        return Tracer.from_step(request.step, fallback=fallback)
+    device = device_of(request).torch_device
+    return Tracer.from_spec(request.workload, hardware=request.hardware, device=device, fallback=fallback)
+
+
+def local_device(request: SearchRequest) -> tuple[Environment, int]:
+    """The environment of that device, and the bytes that others hold of it.
 
     Asked without a context of this process's where it has none yet.
     """
@@ -49,18 +55,7 @@ def local_device(request: SearchRequest) -> tuple[Device, Environment, int]:
         environment = environment_of(device)
     else:
         environment = environment_without_context(request.device) or environment_to_measure_in(request.device)
-    return device, environment, without_context(device.kind, device.used_by_others) or 0
-
-
-def live_settings(step: Step, tracer: Tracer) -> dict[str, Any]:
-    """What a live step is known by, with what its ghost run found of its units."""
-    return {**step.settings, **{k: v for k, v in tracer.settings.items() if k in ("units", NEVER_CALLED)}}
-
-
-def workload_key(spec: WorkloadSpec | None, name: str, settings: Mapping[str, Any]) -> str:
-    """What op times other than those of single ops depend on, and are filed under; ``spec`` None: a live model."""
-    described = spec.model_dump(mode="json") if spec else dict(settings)
-    return json.dumps([described, name], default=str)
+    return environment, without_context(device.kind, device.used_by_others) or 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ class Traced:
 
     def nominal(self, environment: Environment) -> OpTimes:
         """Op times at nominal rates of the kind of device: good for ranking choices."""
-        return nominal_op_times(environment, *self.graphs, *self.of_heads)
+        return nominal_op_times(environment, [*self.graphs, *self.of_heads])
 
     def roofline(self, hardware: Hardware) -> OpTimes:
         """Op times of described hardware. What a region that runs again costs is read off whole layers."""

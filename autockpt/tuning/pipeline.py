@@ -18,7 +18,7 @@ from autockpt.schema.request import PipelineAnswer, StagePlan
 from autockpt.schema.runs import RunDirectory, plan_of_trial
 from autockpt.schema.workload import Stage
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.search import run_search
+from autockpt.tuning.search import Search, run_search
 from autockpt.tuning.trials import peak_of_trial
 
 PLAN_OF_STAGE = "plan_of_stage.yaml"
@@ -28,11 +28,7 @@ Seconds = Callable[[int], float]
 """Of a stage's step with so many layers; infinite where they do not fit."""
 
 
-def search_stages(
-    request: SearchRequest,
-    listener: Listener,
-    search: Callable[[SearchRequest, Listener | None], SearchOutcome] = run_search,
-) -> PipelineAnswer:
+def search_stages(request: SearchRequest, listener: Listener, search: Search = run_search) -> PipelineAnswer:
     """A plan for each stage of ``request.workload.stage``, all within one budget; each stage has a run of its own.
 
     Plans are also written where ``request.plan_out`` says, with the stage's number. Without runs (``out``)

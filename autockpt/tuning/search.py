@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,6 +28,9 @@ from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint, refuse_simulated
+
+Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
+"""What ``run_search`` is, to those who search several jobs."""
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:

@@ -13,12 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor
 
 from autockpt.cost import MemoryModel, Predictor, UniformRuns, memory_at_hand, simulated_memory, uniform_graphs
 from autockpt.cost.profile import Heads, head_graphs
-from autockpt.cost.roofline import environment_of_hardware, nominal_op_times, roofline_times
+from autockpt.cost.roofline import nominal_op_times, roofline_times
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError, UsageError
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.policies.offload import MOVING
@@ -36,9 +35,8 @@ from autockpt.schema import (
     format_bytes,
 )
 from autockpt.schema.choices import CHUNKED_SOFTMAX, IN_TILES
-from autockpt.schema.words import step_note
-from autockpt.tracing import Tracer, torch_device
-from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of, device_of, kinds_of, local_device
+from autockpt.tracing import Tracer
+from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of, kinds_of, local_device, tracer_of
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.lengths import with_length
 
@@ -95,30 +93,19 @@ def _with_rows(step: Step, rows: int, accumulate: int) -> Step:
     return step.with_batch(cut_tensors(step.batch, taken), accumulate)
 
 
-def tracer_of(job: SearchRequest, device: torch.device) -> Tracer:
-    """A tracer of what a request trains. Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
-    if job.workload is None:
-        return Tracer.from_step(job.step, fallback=False)
-    return Tracer.from_spec(job.workload, hardware=job.hardware, device=device, fallback=False)
-
-
 @dataclass(frozen=True)
 class WhatIf:
-    """What variants of a job are judged by: their budget in bytes, the device they would run on, and its op times.
+    """What variants of a job are judged by: their budget in bytes, and the op times of the device they would run on.
 
     ``kinds`` are the choices that are allowed; ``needs`` says what a ghost run takes where that is more than its
-    tensors; ``seconds``: whether op times are good for more than ranking, ``step_note`` what is known of their error.
-    ``late`` says when to look for no more. ``head`` is what the output head does unless it runs in chunks with the
-    loss. ``listener`` sees ghost runs pass.
+    tensors. ``late`` says when to look for no more. ``head`` is what the output head does unless it runs in chunks with
+    the loss. ``listener`` sees sorts of changes pass.
     """
 
     budget_bytes: int
-    device: torch.device
     times: Callable[[Sequence[Graph]], OpTimes]
     kinds: tuple[str, ...]
     needs: MemoryModel | None
-    seconds: bool = True
-    step_note: str = ""
     late: Callable[[], bool] = lambda: False
     head: Choice = SAVE
     listener: Listener = field(default_factory=Silence)
@@ -135,23 +122,15 @@ def what_if_of(
     ``environment`` and ``used_by_others`` are of the local device, as the measuring process sees them.
     """
     if (hardware := request.hardware) is not None:
-        room, simulated = hardware.memory_bytes, environment_of_hardware(hardware)
-        budget_bytes = min(request.budget.resolve(0, 0, room), room)
+        budget_bytes = min(request.budget.resolve(0, 0, hardware.memory_bytes), hardware.memory_bytes)
         needs, times = simulated_memory(hardware, budget_bytes), partial(roofline_times, hardware)
-        note = step_note(simulated, request.workload)
         allowed = tuple(kind for kind in kinds if not (hardware.unified_memory and kind in MOVING))  # frees nothing
-        return WhatIf(budget_bytes, torch_device(hardware), times, allowed, needs, step_note=note)
-    known, device = environment, device_of(request)
-    if known is None:
-        _, known, used_by_others = local_device(request)
-    room = known.device.capacity_bytes - used_by_others
-    budget_bytes = min(request.budget.resolve(0, 0, room), room)
-
-    def nominal(graphs: Sequence[Graph]) -> OpTimes:
-        return nominal_op_times(known, *graphs)
-
-    needs = memory_at_hand(known, budget_bytes)
-    return WhatIf(budget_bytes, device.torch_device, nominal, tuple(kinds), needs, seconds=False)
+        return WhatIf(budget_bytes, times, allowed, needs)
+    if environment is None:
+        environment, used_by_others = local_device(request)
+    room = environment.device.capacity_bytes - used_by_others
+    budget_bytes, times = min(request.budget.resolve(0, 0, room), room), partial(nominal_op_times, environment)
+    return WhatIf(budget_bytes, times, tuple(kinds), memory_at_hand(environment, budget_bytes))
 
 
 def leanest_head(heads: Heads | None) -> Choice:
@@ -179,7 +158,7 @@ class Variant:
 
     @cached_property
     def tracer(self) -> Tracer:
-        return self._stack.enter_context(tracer_of(self._job, self._what_if.device))
+        return self._stack.enter_context(tracer_of(self._job, fallback=False))
 
     def least_bytes(self, kinds: Sequence[str] = LEAN_KINDS) -> float:
         """Peak of the leanest of these choices, or of the first that fits; infinite for what is not this job."""
@@ -268,8 +247,8 @@ def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
     listener.stage("look for the longest sequences that fit")
     heads = [LEANEST_CHUNKS] if request.allow_inexact else []
     heads += [CHUNKED_SOFTMAX] if CHUNKED_SOFTMAX.kind in request.space.head else []
-    what_if = replace(what_if_of(request, kinds_of(request.space, request.allow_inexact)), listener=listener)
-    with tracer_of(request, what_if.device) as tracer:
+    what_if = what_if_of(request, kinds_of(request.space, request.allow_inexact))
+    with tracer_of(request, fallback=False) as tracer:
         now = tracer.settings.get("seq_len") or tracer.settings.get("asked_seq_len")
         what_if = replace(what_if, head=leanest_head(head_graphs(tracer, tracer.head, heads)))
     if not isinstance(now, int):

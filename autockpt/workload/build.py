@@ -14,16 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.batches import BatchMaker
-from autockpt.workload.configs import (
-    TEXT,
-    ConfigSource,
-    Head,
-    find_config,
-    head_of,
-    prepare,
-    quiet,
-    remote_head,
-)
+from autockpt.workload.configs import TEXT, ConfigSource, Head, find_config, head_of, prepare, quiet, remote_head
 from autockpt.workload.factory import asked_length, call_factory, is_factory
 from autockpt.workload.failures import is_out_of_memory, needed, summary
 from autockpt.workload.fastinit import fast_init

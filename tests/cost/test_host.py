@@ -27,7 +27,7 @@ KINDS = ("save", "recompute", "offload", "recompute_offload")
 def profiled(tracer: Tracer, kind: str, host_budget: int | None, kinds: tuple[str, ...] = KINDS):
     blocks = [unit for unit in tracer.units if unit.role == "block"]
     uniform = uniform_graphs(tracer, blocks, kinds)
-    times = nominal_op_times(environment(kind, copy_queues=kind != "cpu"), uniform["save"][1])
+    times = nominal_op_times(environment(kind, copy_queues=kind != "cpu"), [uniform["save"][1]])
     return build_profile(tracer, times, uniform, host_budget=host_budget)
 
 

@@ -158,7 +158,7 @@ def nominal_seconds(kind: str, rows: int) -> float:
     op = Op(index=0, target="aten.tanh.default", phase="forward", module="", signature=0, inputs=(0,), outputs=(made,))
     work = Work("elements", "tanh", bytes=2.0 * 4 * 1024 * rows)
     graph = Graph(resident_bytes=0, ops=(op,), storages=(), signatures=("tanh",), work=(work,))
-    return nominal_op_times(environment(kind), graph).seconds["tanh"]
+    return nominal_op_times(environment(kind), [graph]).seconds["tanh"]
 
 
 def test_large_blocks_are_mapped_anew_on_a_cpu() -> None:

@@ -26,10 +26,9 @@ from autockpt.schema import (
 from autockpt.shipped import load_hardware
 from autockpt.tuning import answer as answered
 from autockpt.tuning import batches, search_request
-from autockpt.tuning.batches import Climb, search_batch_sizes
+from autockpt.tuning.batches import Climb, refuse_dependent_rows, search_batch_sizes
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.rows import refuse_dependent_rows
-from autockpt.tuning.sizes import job_of, what_if_of
+from autockpt.tuning.sizes import job_of
 from tests.errors import raises
 from tests.tuning.small import TWO_LAYERS, of_rows, squares
 
@@ -158,7 +157,7 @@ def look_at(loss: Any, normed: bool = False) -> None:
         assert made.step.batch["x"].shape == (size, 8)
         return made
 
-    refuse_dependent_rows(job, what_if_of(asked, ("save",)).device)
+    refuse_dependent_rows(job)
 
 
 @pytest.mark.slow

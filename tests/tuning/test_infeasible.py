@@ -68,7 +68,7 @@ def naming(
     found: Any = SimpleNamespace(**facts, uniform={"recompute": ({}, graph)}, plain=graph)
     clock = Clock(Silence(), timeout)
     clock.began -= 2.0
-    bench: Any = sizes.WhatIf(5, cast("Any", None), cast("Any", None), ("recompute",), None)
+    bench: Any = sizes.WhatIf(5, cast("Any", None), ("recompute",), None)
     facts = {"request": request_of(budget), "environment": None, "used_by_others": 0}
     prepared: Any = SimpleNamespace(**facts, found=found, needs=lambda graph: 1000)
     try:
@@ -84,7 +84,7 @@ def naming(
 def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[SearchRequest] = []
 
-    def tracer_of(job: SearchRequest, device: Any) -> Any:
+    def tracer_of(job: SearchRequest, **_: Any) -> Any:
         traced.append(job)
         raise ConflictError("cannot be traced")
 

@@ -11,6 +11,7 @@ from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import DeviceInfo, Environment, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.lengths import Lengths
+from autockpt.schema.runs import RunDirectory
 from autockpt.shipped import load_hardware
 from autockpt.tuning import answer, infeasible, run_search, search_request, sizes
 from autockpt.tuning.opening import less_than_asked
@@ -93,8 +94,8 @@ def test_a_budget_that_nothing_fits_is_refused_before_timing(tmp_path: Path) -> 
     asked = search_request(budget="1MB", step=step, timeout=1, out=tmp_path)  # looks for no alternatives
     with raises(InfeasibleError) as caught:
         run_search(asked, Untimed())
-    run = caught.value.run
-    assert run is not None and run.refusal() == caught.value.message and not run.trials()
+    run = RunDirectory.open(next(RunDirectory.below(tmp_path)))
+    assert run.refusal() == caught.value.message and not run.trials()
     assert run.graph() is not None and run.profile() is None, "bytes are known, seconds are not"
 
 

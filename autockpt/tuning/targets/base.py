@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
@@ -9,8 +10,9 @@ from typing import Any, Self
 
 from autockpt.cost import CostModel, memory_at_hand, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
+from autockpt.schema.plan import NEVER_CALLED
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.opening import Traced, less_than_asked, live_settings, workload_key
+from autockpt.tuning.opening import Traced, less_than_asked
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
 
 
@@ -44,7 +46,9 @@ class Prepared:
         Raises PlanError for another model's plan to start from.
         """
         seeds, doubts = _seeds(request.start, found)
-        own = found.tracer.settings if request.step is None else live_settings(request.step, found.tracer)
+        own = found.tracer.settings
+        if request.step is not None:  # what it is known by, with what its ghost run found of its units
+            own = {**request.step.settings, **{k: v for k, v in own.items() if k in ("units", NEVER_CALLED)}}
         budget, less = request.budget, less_than_asked(request.budget, environment)
         if less and request.hardware is not None:
             budget = budget.model_copy(update={"size": environment.device.capacity_bytes})
@@ -54,8 +58,10 @@ class Prepared:
 
     @property
     def workload_key(self) -> str:
-        """What op times other than those of single ops are filed under."""
-        return workload_key(self.request.workload, self.request.name, self.settings)
+        """What op times other than those of single ops depend on, and are filed under."""
+        spec = self.request.workload
+        described = spec.model_dump(mode="json") if spec is not None else dict(self.settings)
+        return json.dumps([described, self.request.name], default=str)
 
     def needs(self, graph: Graph) -> int:
         """Bytes of the device that a ghost run takes, its own overhead included."""

@@ -11,7 +11,6 @@ from functools import partial
 
 from autockpt.cost import CostModel, measure_op_times, memory_at_hand, used_by_others
 from autockpt.cost.profile import leanest
-from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted, cycles_to_time
@@ -31,7 +30,7 @@ from autockpt.tuning.finals import (
     weighed_error,
 )
 from autockpt.tuning.infeasible import out_of_memory
-from autockpt.tuning.opening import traced
+from autockpt.tuning.opening import traced, tracer_of
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.refit import noise_of, of_known_noise
 from autockpt.tuning.targets.base import Prepared, Target
@@ -69,11 +68,7 @@ class Measured(Target):
         """The worker imports and builds while the ghost runs go on here."""
         request, clock = self.request, self.clock
         clock.listener.stage("trace")
-        if request.workload is None:
-            tracer = stack.enter_context(Tracer.from_step(request.step))
-        else:
-            device = get_device(request.device).torch_device
-            tracer = stack.enter_context(Tracer.from_spec(request.workload, device=device))
+        tracer = stack.enter_context(tracer_of(request))
         space, notes = self.allowed(tracer)
         found = traced(tracer, space, request.allow_inexact, listener=clock.listener)
         clock.listener.stage("build")  # asking a GPU oneself would open a context, for as long as this process lives

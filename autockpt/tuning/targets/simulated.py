@@ -5,17 +5,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import torch
-
 from autockpt.cost import CostModel, cached_op_times, memory_at_hand, said_of, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware
-from autockpt.devices import get_device
 from autockpt.policies.offload import MOVING
 from autockpt.schema import SAVE, Choice, OpTimes, Plan, PlanStatus, Remake, SearchSpace, Selective
 from autockpt.schema.hardware import Hardware
-from autockpt.tracing import Tracer, open_tracer
+from autockpt.tracing import open_tracer
 from autockpt.tracing.tracer import uncollected
-from autockpt.tuning.opening import local_device, traced, traced_for
+from autockpt.tuning.opening import device_of, local_device, traced, traced_for, tracer_of
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.trials import Candidate, Score
 
@@ -42,26 +39,23 @@ class Simulated(Target):
 
         Raises PlanError for a plan that does not fit the model.
         """
-        request, hardware, plan, notes = self.request, self.request.hardware, self.plan, tuple[str, ...]()
+        request, hardware, plan = self.request, self.request.hardware, self.plan
         stack.enter_context(uncollected())
         self.clock.listener.stage("trace")
         if request.workload is None:
-            tracer = stack.enter_context(Tracer.from_step(request.step))
+            tracer = stack.enter_context(tracer_of(request))
         else:
-            device = torch.device("cpu") if hardware is not None else get_device(request.device).torch_device
-            tracer, spec = open_tracer(stack, hardware, request.workload, plan, device=device)
+            tracer, spec = open_tracer(stack, hardware, request.workload, plan, device_of(request).torch_device)
             request = request.model_copy(update={"workload": spec})
         self.choices = {} if plan is None else plan.choices_for(tracer.units, tracer.head)
         of_head = SAVE if tracer.head is None else self.choices.get(tracer.head.name, SAVE)
         more = {"inexact": request.allow_inexact, "of_head": of_head, "listener": self.clock.listener}
         if hardware is None:
             found = traced(tracer, request.space, **more)
-        else:
-            space, notes = without_offload(request.space, hardware)
-            found = traced_for(stack, hardware, request.described, tracer, space, **more)
-        if hardware is None:
-            _, environment, used_by_others = local_device(request)
+            environment, used_by_others = local_device(request)
             return Prepared.of(request, found, environment, used_by_others=used_by_others)
+        space, notes = without_offload(request.space, hardware)
+        found = traced_for(stack, hardware, request.described, tracer, space, **more)
         environment, named = environment_of_hardware(hardware), f"{hardware.name}, simulated"
         return Prepared.of(request, found, environment, [*notes, said_of(hardware)], device=named)
 
