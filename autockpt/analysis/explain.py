@@ -84,18 +84,6 @@ def hardware_for(name: str | None, device: str | None, plan: Plan | None) -> Har
     return load_hardware(planned)
 
 
-def budget_for(asked: str | Budget | None, plan: Plan | None, simulated: bool) -> Budget | None:
-    """What a plan is compared with: the budget as asked for, by default the plan's own, in bytes.
-
-    Where nothing is measured, a search leaves some of it free. Raises UsageError for what is no budget.
-    """
-    if asked is not None:
-        return parse_budget(asked).with_headroom(None, simulated=simulated)
-    if plan is None or (own := plan.budget) is None:
-        return None
-    return Budget(text=own.asked, kind="bytes", size=own.whole, headroom=own.headroom)
-
-
 def explain(
     plan: Plan | str | Path | None = None,
     workload: Mapping[str, Any] = {},
@@ -128,7 +116,9 @@ def explain(
                 return stored
         spec = spec or described_by({})
     card = hardware_for(hardware, device, loaded)
-    within = budget_for(budget, loaded, card is not None)
+    within = None if budget is None else parse_budget(budget).with_headroom(None, simulated=card is not None)
+    if budget is None and loaded is not None and (own := loaded.budget) is not None:  # the plan's own, in bytes
+        within = Budget(text=own.asked, kind="bytes", size=own.whole, headroom=own.headroom)
     on = {"workload": spec, "step": step, "device": device, "hardware": card, "space": SearchSpace()}
     request = SearchRequest(budget=within or parse_budget("auto"), simulate=True, **on)
     return explain_step(request, listener or Silence(), loaded, path, any_budget=within is None)
