@@ -279,7 +279,7 @@ def _forward_of_another_length_beside_a_backward(model: nn.Module) -> dict[str, 
 SCENARIOS: dict[str, Callable[[Model], dict[str, Tensor]]] = {
     name.strip("_").replace("_", " "): function
     for name, function in list(globals().items())
-    if name.startswith("_") and getattr(function, "__annotations__", {}).get("return") == "dict[str, Tensor]"
+    if name.startswith("_") and getattr(function, "__annotations__", {}).get("return") == dict[str, Tensor]
 }
 
 
