@@ -3,7 +3,9 @@
 import argparse
 import ast
 import importlib.util
+import io
 import json
+import os
 import re
 import runpy
 import shlex
@@ -11,8 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,6 @@ from autockpt import Plan
 from autockpt.cli import search as searching
 from autockpt.cli.app import build
 from autockpt.devices import get_device
-from autockpt.schema import SearchSpace
 from tests.analysis.logs import FORWARD, message
 
 pytestmark = pytest.mark.slow
@@ -368,27 +371,64 @@ def test_a_step_with_its_own_loss_is_searched_as_written() -> None:
     assert names["plan"].status == "measured" and names["plan"].measured.peak_bytes <= names["plan"].budget.bytes
 
 
+# --- the notebook, which ``python -m tests.test_pages`` executes and writes again
+
+NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
+
+
+def executed(cells: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Each code cell's outputs, as a kernel has them: one namespace for all, the last expression of each shown."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(cells, 1):
+        *before, last = ast.parse("".join(cell["source"])).body
+        value, printed = None, io.StringIO()
+        with redirect_stdout(printed):
+            exec(compile(ast.Module(before, []), "notebook", "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), "notebook", "eval"), names)
+            else:
+                exec(compile(ast.Module([last], []), "notebook", "exec"), names)
+        text = printed.getvalue().splitlines(keepends=True)
+        shown = {"data": {"text/plain": [repr(value)]}, "execution_count": number, "metadata": {}}
+        yield [
+            *([{"name": "stdout", "output_type": "stream", "text": text}] if text else []),
+            *([{**shown, "output_type": "execute_result"}] if value is not None else []),
+        ]
+
+
+def write_notebook() -> None:
+    book = json.loads(NOTEBOOK.read_text())
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        for number, (cell, outputs) in enumerate(zip(cells, executed(cells), strict=True), 1):
+            cell |= {"outputs": outputs, "execution_count": number}
+    NOTEBOOK.write_text(json.dumps(book, ensure_ascii=False, indent=1) + "\n")
+
+
+def wording(text: str) -> str:
+    """Without numbers and hashes, which depend on the versions of torch and transformers."""
+    return re.sub(r"\b[0-9a-f]{12}\b|\d[\d.,]*", "N", text)
+
+
 def test_the_notebook_has_outputs_and_nobodys_paths() -> None:
-    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
     outputs = [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
     assert all(cell["outputs"] for cell in cells if cell["cell_type"] == "code")
     assert {output["output_type"] for output in outputs} == {"stream", "execute_result"}, "no error is among them"
     assert not re.search(r"(?<![\w.…])/(?:home|root|tmp|usr|work|opt|Users)/|stderr", json.dumps(outputs))
+    named = re.findall(r"autockpt\.(\w+)", "".join(cells[0]["source"]))
+    assert named and all(hasattr(package, name) for name in named)
 
 
-def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a kernel runs them: in one namespace, the last expression of each cell shown. With few choices on the menu."""
+def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first cell, whose text is the plan; the others print figures in tables."""
     monkeypatch.chdir(tmp_path)
-    few = SearchSpace().restricted(("save", "recompute", "offload"))
-    monkeypatch.setattr("autockpt.tuning.door.SearchSpace", lambda: few)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]:
-        if cell["cell_type"] != "code":
-            continue
-        *before, last = ast.parse("".join(cell["source"])).body
-        exec(compile(ast.Module(before, []), "notebook", "exec"), names)
-        if isinstance(last, ast.Expr):
-            eval(compile(ast.Expression(last.value), "notebook", "eval"), names)
-        else:
-            exec(compile(ast.Module([last], []), "notebook", "exec"), names)
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    (printed,), *_ = executed(cells)
+    assert wording("".join(printed["text"])) == wording("".join(cells[0]["outputs"][0]["text"]))
     assert (tmp_path / "runs").is_dir()
+
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = "120"
+    write_notebook()
