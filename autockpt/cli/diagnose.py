@@ -32,9 +32,9 @@ def diagnose(
     *,
     hardware: str | None = opt(
         "--hardware NAME",
-        "The device: rtx4090, h100, …, or a YAML file. Default: the one nearest to what the log says.",
+        "The device: rtx4090, h100, …, or a YAML file. Default: the one whose memory is nearest to that in the log.",
     ),
-    plan_out: Path | None = opt("--plan-out FILE", "Write the plan here; an earlier file is set aside."),
+    plan_out: Path | None = opt("--plan-out FILE", "Write the plan here; an earlier file is renamed."),
     as_json: bool = flag("--json", "Print JSON."),
 ) -> None:
     """Show what filled a device's memory, and find a plan that fits.

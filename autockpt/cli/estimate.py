@@ -28,11 +28,11 @@ def estimate(
     cards: str = opt("--cards A,B", "Described devices: rtx4090, h100, …, or YAML files.", default="rtx4090"),
     batch_sizes: str = opt("--batch-sizes N,M", "Sequences per micro-batch.", default="1"),
     seq_lens: str = opt("--seq-lens N,M", "Tokens of a sequence.", default="2048"),
-    lora: int = opt("--lora RANK", "Rank of the LoRA rows; 0 leaves them out.", default=16, min=0),
+    lora: int = opt("--lora RANK", "Rank of LoRA adapters; 0 leaves these rows out.", default=16, min=0),
     full: bool = opt("--full/--no-full", "Rows that train all weights.", default=True),
-    qlora: bool = opt("--qlora/--no-qlora", "LoRA rows again on a base in 4 bits.", default=True),
+    qlora: bool = opt("--qlora/--no-qlora", "Rows that train LoRA adapters on a base in 4 bits (QLoRA).", default=True),
     dtype: str | None = opt("--dtype TYPE", "Type of the weights: bf16, fp16, fp32. Default: the model's."),
-    as_json: bool = flag("--json", "Print JSON, one object a line."),
+    as_json: bool = flag("--json", "Print JSON, one object per line."),
 ) -> None:
     """Predict whether training fits a card, with what plan, and how fast.
 

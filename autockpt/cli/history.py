@@ -43,8 +43,8 @@ def history(
     """Print the trials of a run, or one table of all runs below a folder.
 
     A letter for each layer stands for its choice; the legend under the table explains those that occur. The page that
-    --page writes needs no network and no other file. A search writes its own when it ends; this writes it again, also
-    for a run that is still at work. That of a folder links to those of its runs.
+    --page writes needs no network and no other file. A search writes its page when it ends; --page writes it again,
+    also for a search that is still running. The page of a folder links to those of its runs.
     """
     if plan_out is not None and trial is None:
         raise UsageError("--plan-out writes the plan of one trial", remedy="Add --trial with its number.")

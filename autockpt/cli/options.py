@@ -35,8 +35,10 @@ def arg(name: str, help: str, default: Any = None) -> Any:
 
 
 DEVICE = opt("--device NAME", "cpu, cuda, cuda:1, xpu, … Default: the best there is, of several that of LOCAL_RANK.")
-RUNS_FOLDER = opt("--out -o DIR", "Folder of the runs' directories.", default=Path("results"))
-FRESH = flag("--fresh", "Set an earlier run of this question aside. Default: print its answer, or continue it.")
+RUNS_FOLDER = opt("--out -o DIR", "Folder for run directories.", default=Path("results"))
+FRESH = flag(
+    "--fresh", "Rename an earlier run of this search, and start over. Default: print its answer or continue it."
+)
 
 
 def _option(kind: Any, usage: str, help: str, **settings: Any) -> tuple[Any, Any]:
@@ -69,7 +71,7 @@ WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
     "autocast": _text("--autocast [bf16|fp16]", "Compute in this type. Default: off."),
     "optimizer": _text(
         "--optimizer [adamw|adamw_fused|adamw8bit|adafactor|sgd|none]",
-        "Optimizer of the step. Default: adamw.",
+        "Optimizer. Default: adamw.",
     ),
     "accumulate": _number("--accumulate N", "Micro-batches per optimizer step. Default: 1."),
     "lora": _number("--lora RANK", "Train LoRA adapters of this rank only."),

@@ -41,8 +41,8 @@ def search(
     *,
     budget: str | None = opt(
         "--budget SIZE",
-        "24GB, 24GiB, 60% (of this job's own peak), 60%act (of the activation range), auto (all there is). "
-        "Required, except with --resume (default: the plan's budget) and --hardware (default: auto).",
+        "24GB, 24GiB, 60% (of this job's own peak), 60%act (60 % of the way from the leanest plan to that peak), auto "
+        "(all there is). Required, except with --resume (default: the plan's budget) and --hardware (default: auto).",
     ),
     headroom: str | None = opt(
         "--headroom SIZE",
@@ -51,18 +51,18 @@ def search(
     ),
     host_budget: str | None = opt(
         "--host-budget SIZE",
-        "8GB, 8GiB: most that offloading may claim of the host's memory (on a CPU: of its file). Default: no bound.",
+        "The most host memory that offloading may claim (on a CPU: of its file): 8GB, 8GiB. Default: no bound.",
     ),
     global_batch: int | None = opt(
         "--global-batch N",
-        "Sequences per optimizer update: micro-batch, accumulation and plan with the most tokens per second. "
+        "Sequences per optimizer update. Finds the micro-batch, accumulation and plan with the most tokens per second. "
         "Replaces --batch-size.",
         min=1,
     ),
     lengths: str | None = opt(
         "--lengths FILE|HISTOGRAM",
-        "Sequences of all lengths: a file with a length (and a count) on each line, or 512:100,1024:40,4096:3. One "
-        "plan with sets of choices by the size of the batch, each padded to its own longest sequence.",
+        "Find one plan with sets of choices for batches of different lengths, each padded to its longest sequence. A "
+        "file with a length (and a count) on each line, or 512:100,1024:40,4096:3.",
     ),
     device: str | None = DEVICE,
     hardware: str | None = opt(
@@ -87,16 +87,16 @@ def search(
         "Stop after this long: 90s, 10m, 1h. Stages that would exceed it are shortened, and a note says which. Begins "
         "once --seq-len auto has found its length.",
     ),
-    seed: int | None = opt("--seed N", "For weights, batch and sampler. Default: the job's, else 0.", min=0),
-    choices: str | None = opt("--choices A,B", "Allow only these, as in save,recompute; under FSDP2 gathered is one."),
+    seed: int | None = opt("--seed N", "Seed of weights, batch and sampler. Default: the job's, else 0.", min=0),
+    choices: str | None = opt("--choices A,B", "Try only these choices: save,recompute. Under FSDP2 gathered is one."),
     storage: str | None = opt(
         "--storage URL",
-        "Optuna storage. Default: sqlite in the run. Give a URL with a password by AUTOCKPT_STORAGE, or keep the "
-        "password in ~/.pgpass: other users can read command lines.",
+        "Optuna storage. Default: an SQLite file in the run's directory. Give a URL with a password by "
+        "AUTOCKPT_STORAGE, or keep the password in ~/.pgpass: other users can read command lines.",
         envvar="AUTOCKPT_STORAGE",
     ),
     out: Path = RUNS_FOLDER,
-    plan_out: Path | None = opt("--plan-out FILE", "Also write the plan here; an earlier file is set aside."),
+    plan_out: Path | None = opt("--plan-out FILE", "Also write the plan here; an earlier file is renamed."),
     compile: CompileMode | None = opt(
         "--compile [layers|model]",
         "Plan for compiled training: measure steps with every layer, or the whole model, compiled.",
@@ -108,7 +108,7 @@ def search(
     no_wait: bool = flag("--no-wait", "Exit with code 4 if another search is measuring on the device."),
     resume: Path | None = opt(
         "--resume RUN|PLAN",
-        "Start from this plan or run, which may be simulated: options that are not given are taken from it, its "
+        "Start from this plan or run, which may be simulated. Options that are not given are taken from it, its "
         "plan is tried early, and costs are measured again.",
     ),
     as_json: bool = flag("--json", "Print the answer as JSON."),

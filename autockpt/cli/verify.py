@@ -34,10 +34,9 @@ def verify(
 ) -> None:
     """Check a plan against real steps: gradients, peak and step time.
 
-    Runs in a new process. Gradients must equal those of plain training, everything that is recomputed or offloaded must
-    be what forward had computed, and peak and step time must be as promised. The training step is the one that the plan
-    was made for; a job file changes it, or describes it where the plan does not. Exits with 4 where a promise is not
-    kept.
+    Runs in a new process. Gradients must equal those of plain training, recomputed and offloaded tensors must match the
+    forward pass, and peak and step time must be as promised. The training step is the one that the plan was made for; a
+    job file changes it, or describes it where the plan does not. Exits with 4 where a promise is not kept.
     """
     spec = None if job is None else described_by(job_file(job), plan_at(plan).workload)
     from autockpt.analysis.verify import verify as run_verification
