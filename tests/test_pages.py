@@ -1,11 +1,8 @@
 """The commands on the pages are parsed by what they call, each of them; those of README and docs run, made small."""
 
 import argparse
-import ast
 import importlib.util
-import io
 import json
-import os
 import re
 import runpy
 import shlex
@@ -13,10 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import chdir, redirect_stdout
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +26,7 @@ from autockpt.cli import search as searching
 from autockpt.cli.app import build
 from autockpt.devices import get_device
 from tests.analysis.logs import FORWARD, message
+from tests.notebook import NOTEBOOK, executed
 
 pytestmark = pytest.mark.slow
 
@@ -371,38 +367,7 @@ def test_a_step_with_its_own_loss_is_searched_as_written() -> None:
     assert names["plan"].status == "measured" and names["plan"].measured.peak_bytes <= names["plan"].budget.bytes
 
 
-# --- the notebook, which ``python -m tests.test_pages`` executes and writes again
-
-NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
-
-
-def executed(cells: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Each code cell's outputs, as a kernel has them: one namespace for all, the last expression of each shown."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for number, cell in enumerate(cells, 1):
-        *before, last = ast.parse("".join(cell["source"])).body
-        value, printed = None, io.StringIO()
-        with redirect_stdout(printed):
-            exec(compile(ast.Module(before, []), "notebook", "exec"), names)
-            if isinstance(last, ast.Expr):
-                value = eval(compile(ast.Expression(last.value), "notebook", "eval"), names)
-            else:
-                exec(compile(ast.Module([last], []), "notebook", "exec"), names)
-        text = printed.getvalue().splitlines(keepends=True)
-        shown = {"data": {"text/plain": [repr(value)]}, "execution_count": number, "metadata": {}}
-        yield [
-            *([{"name": "stdout", "output_type": "stream", "text": text}] if text else []),
-            *([{**shown, "output_type": "execute_result"}] if value is not None else []),
-        ]
-
-
-def write_notebook() -> None:
-    book = json.loads(NOTEBOOK.read_text())
-    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        for number, (cell, outputs) in enumerate(zip(cells, executed(cells), strict=True), 1):
-            cell |= {"outputs": outputs, "execution_count": number}
-    NOTEBOOK.write_text(json.dumps(book, ensure_ascii=False, indent=1) + "\n")
+# --- the notebook, which ``python -m tests.notebook`` executes and writes again
 
 
 def wording(text: str) -> str:
@@ -427,8 +392,3 @@ def test_the_notebook_runs_and_prints_what_it_shows(tmp_path: Path, monkeypatch:
     (printed,), *_ = executed(cells)
     assert wording("".join(printed["text"])) == wording("".join(cells[0]["outputs"][0]["text"]))
     assert (tmp_path / "runs").is_dir()
-
-
-if __name__ == "__main__":
-    os.environ["COLUMNS"] = "120"
-    write_notebook()
