@@ -139,7 +139,7 @@ def read_log(path: Path) -> LogReading:
     if reading.failure is None and not reading.host:
         errors = _LAST_ERROR.findall(text[-_STACK:])
         raise UsageError(
-            f"{path} has no message of PyTorch's that memory ran out{f'; it ends with {errors[-1]}' if errors else ''}",
+            f"{path} has no out-of-memory message of PyTorch{f'; it ends with {errors[-1]}' if errors else ''}",
             remedy="Name the log that has the message “CUDA out of memory. Tried to allocate …” (standard error of the "
             "run).",
         )

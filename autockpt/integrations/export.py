@@ -79,7 +79,7 @@ def export(plan: Plan, target: str) -> Exported:
     """
     if target not in TARGETS:
         raise UsageError(
-            f"{target!r} is no trainer that a plan can be exported to",
+            f"plans cannot be exported to {target!r}",
             remedy=f"{did_you_mean(target, TARGETS)}Known: {', '.join(TARGETS)}.",
         )
     wanted = read(plan)
@@ -179,7 +179,7 @@ def trl(wanted: LayerChoices) -> Setting:
         return transformers(wanted)
     moved = wanted.all_are("offload")
     lines = [f"{_CHECKPOINTING}: {'false' if moved else 'true'}", "activation_offloading: true"]
-    notes = ("TRL moves what other modules save, too, as the output head",)
+    notes = ("TRL also offloads what other modules save, such as the output head",)
     return Setting(lines, list(wanted.layers), "offload" if moved else "recompute_offload", notes)
 
 

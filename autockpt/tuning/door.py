@@ -124,7 +124,7 @@ def search_request(
         raise UsageError(f"--global-batch {global_batch} are no rows", remedy="Give the rows of an optimizer update.")
     if global_batch is not None and lengths is not None:
         raise UsageError(
-            "--global-batch and --lengths are two questions",
+            "--global-batch and --lengths cannot be combined",
             remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
             "--batch-size with --lengths.",
         )
