@@ -182,7 +182,7 @@ class RecordedUnit(CheckpointedUnit):
                 known.recipe = None
                 raise RerunMismatch(
                     f"{self.name} has changed within the last {followed} calls what it does: "
-                    f"{difference(recipe, before)}. What backward made again in these calls may be wrong",
+                    f"{difference(recipe, before)}. What backward rematerialized in these calls may be wrong",
                     remedy=f"Use `recompute` or `save` on {self.name}: a number, a flag or a tensor that its forward "
                     "reads from outside of its modules is not what it was. Go back to a checkpoint from before.",
                 )

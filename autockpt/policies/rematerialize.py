@@ -144,12 +144,12 @@ def _scopes(unit: PlannedUnit) -> dict[nn.Module, str]:
     choice = unit.choice
     assert isinstance(choice, Remake)
     keep = [] if EVERYTHING in choice.keep else [name for name in choice.keep if name != ATTENTION]
-    within = modules_named(unit, choice.within, "whose tensors could be made again")
+    within = modules_named(unit, choice.within, "whose tensors could be rematerialized")
     kept = modules_named(unit, keep, "whose output could be kept")
     return dict.fromkeys(within.values(), "within") | dict.fromkeys(kept.values(), "keep")
 
 
-@outside_graphs("remake", "makes single tensors again, which a compiled graph no longer shows", inside=True)
+@outside_graphs("remake", "rematerializes single tensors, which a compiled graph no longer shows", inside=True)
 def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **kwargs: Any) -> Any:
     """The unit's forward; where gradients are enabled, what it saves is dropped where it can be recomputed.
 
@@ -186,8 +186,8 @@ def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:
         node = open_ends.pop()
         if isinstance(node, _PYTHON_NODE) and not _reads_only(made_by := type(node)._forward_cls):  # type: ignore[attr-defined]
             raise ConflictError(
-                f"{unit} runs {made_by.__name__}, a custom autograd function, so what it saves cannot be made again op "
-                "by op",
+                f"{unit} runs {made_by.__name__}, a custom autograd function, so what it saves cannot be "
+                "rematerialized op by op",
                 remedy="Use `recompute`, `selective`, `save` or `offload` for it.",
             )
         for following, _ in node.next_functions:

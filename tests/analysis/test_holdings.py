@@ -57,8 +57,8 @@ def test_every_byte_of_every_moment_is_told_exactly_once(traced: tuple[Tracer, d
 def test_purposes_follow_the_plan(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     most = {plan: {h.name: h.most_bytes for h in StepBytes(g, head(tracer)).holdings()} for plan, g in graphs.items()}
-    assert "made again" not in most["none"] and "brought back" not in most["none"]
-    assert most["recompute"]["made again"] > 0 and "brought back" not in most["recompute"]
+    assert "recomputed" not in most["none"] and "brought back" not in most["none"]
+    assert most["recompute"]["recomputed"] > 0 and "brought back" not in most["recompute"]
     assert most["recompute"]["kept for backward"] < most["none"]["kept for backward"]
     assert most["mixed"]["brought back"] > 0
     assert most["none"]["gradients"] == most["recompute"]["gradients"] >= most["none"]["weights"]
