@@ -23,6 +23,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -255,11 +256,12 @@ class KeepingFrame(CheckpointFrame):
         if self._row is None:
             wanted = self._layout.catches_functions if self._layout is not None else scope.called or self.checked
             return FunctionScopes(self, scope) if wanted else None
-        for call, _ in self._row[self._next :]:
+        for place in range(self._next, len(self._row)):
+            call = self._row[place][0]
             if call.scope is scope and call.sources is not None:
                 mode = FunctionScopes(self, scope)
                 if call.begin > self._filled and self.mode is None and not _get_current_function_mode_stack():
-                    self._until, self.mode = call.begin, mode
+                    self._until, self.mode, mode.first = call.begin, mode, place
                 return mode
         return None
 
@@ -360,6 +362,7 @@ class KeepingFrame(CheckpointFrame):
             super()._reached()
         # inside of a mode of the unit's own it would end in another order than it began: attention then runs again
         elif mode is not None and not _get_current_function_mode_stack():
+            self._next = mode.first  # past calls that the mode has not seen
             mode.start()
 
     def _kept_output(self, scope: Scope, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -507,12 +510,13 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class FunctionScopes(TorchFunctionMode):
-    """Keeps the outputs of attention functions, known by their names, and of the scope's, while it is entered."""
+    """Keeps the outputs of attention functions, known by their names, and of the scope's, while it is entered.
+    ``first`` in the frame's row is the call that it waits for."""
 
     def __init__(self, frame: KeepingFrame, scope: Scope) -> None:
         super().__init__()
         self._frame, self._scope = frame, scope
-        self._is_on = False
+        self._is_on, self.first = False, 0
 
     def __enter__(self) -> FunctionScopes:
         if self._frame.mode is not self:  # which waits until it is needed
@@ -540,12 +544,22 @@ class FunctionScopes(TorchFunctionMode):
         kwargs = kwargs or {}
         self._scope.called = True
         if func is nn.functional.multi_head_attention_forward:  # which calls others
+            if _get_current_function_mode_stack() or not _PLAIN.issuperset(types):
+                return func(*args, **kwargs)  # it asks these, too, so what it calls runs again
             with FunctionScopes(self._frame, self._scope):
-                return func(*args, **kwargs)
+                return _without_its_question(func)(*args, **kwargs)
         frame = frame_of(self._frame.name)
         if frame is None or frame is not self._frame or "out" in kwargs or _drops_out(func, args, kwargs):
             return func(*args, **kwargs)
         return frame.call(self._scope, func, func, args, kwargs)
+
+
+def _without_its_question(function: Any) -> Any:
+    """A function of PyTorch's, written in Python, that does not ask first for a mode to hand the call to."""
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    body = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
 
 
 @functools.lru_cache(4096)

@@ -98,6 +98,24 @@ def test_attention_runs_once(name):
     assert number(counts["keep_attention"].backward, "addmm") == number(counts["recompute"].backward, "addmm")
 
 
+@pytest.mark.parametrize("choice", ["keep_attention", "selective"])
+def test_attention_inside_of_pytorchs_own_layers_runs_once(choice: str):
+    """Theirs is called by a function that asks for a mode itself, before it calls others."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2))
+        return nn.Sequential(*layers)
+
+    batch = partial(torch.randn, 2, 4, 8)
+    assert_as_plain(make, on("01", parse_choice(choice)), batch)
+    model, counts = make(), {}
+    for kind in ("recompute", choice):
+        with attach(model, on("01", parse_choice(kind))):
+            counts[kind] = executed(model(batch()).sum().backward)
+    assert number(counts["recompute"].backward, "attention") > number(counts[choice].backward, "attention")
+
+
 RUNS = Tally()  # of kept modules
 
 
@@ -263,6 +281,30 @@ def test_another_path_in_backward_is_an_error():
     unit.up, unit.down = nn.Linear(8, 8), nn.Linear(8, 8)
     with attach(nn.Sequential(unit), {"0": selective("**")}), raises(ConflictError, "0"):
         nn.Sequential(unit)(four_rows()).sum().backward()
+
+
+class Experts(nn.Module):
+    """Its first product saves more of its own than can be kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(F.linear(x.mT, self.first).sin(), self.second).sin(), self.third).sin()
+
+
+def test_products_after_one_that_runs_again_are_kept():
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(Experts(), nn.LayerNorm(8)) for _ in range(2)])
+
+    batch = partial(torch.randn, 2, 8, 8)
+    assert_as_plain(make, on("01", selective("**")), batch)
+    model = make()
+    with attach(model, on("01", selective("**"))):
+        counts = executed(model(batch()).sum().backward)
+    assert number(counts.backward, "mm") == 2 + 11  # the first of each unit, and what gives gradients
 
 
 class Parts(nn.Module):
