@@ -57,7 +57,8 @@ class Scope:
 
     def __init__(self, functions: frozenset[Any] | None) -> None:
         self.functions = functions
-        self.again: set[Any] = set()  # modules or functions that were seen to draw random numbers
+        # modules or functions that were seen to draw random numbers, or to change what they are given
+        self.again: set[Any] = set()
         self.called = bool(functions)  # one of them, in a checked call; experts may not be called at first
 
     def __reduce__(self) -> tuple[type[Scope], tuple[Any, ...]]:
@@ -306,12 +307,14 @@ class KeepingFrame(CheckpointFrame):
         call = KeptCall(scope, function, len(self._sizes))
         self._learning.append(call)  # first, for calls that fail: the unit may go on
         before = self._context.now() if self.checked else None
+        given = [(value, value._version) for value in _given(function, args, kwargs) if type(value) in _PLAIN]
         self._noted = noted = []
         try:
             output = forward(*args, **kwargs)
         finally:
             self._noted = None
-        if before is not None and not all(map(_equal, before.tensors, self._context.now().tensors)):
+        draws = before is not None and not all(map(_equal, before.tensors, self._context.now().tensors))
+        if draws or any(value._version != version for value, version in given):
             scope.again.add(function)
         if function not in scope.again:
             with torch._C.DisableTorchFunction():
@@ -479,6 +482,9 @@ def _cast_source(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
     if not others:
         return None
     number, value = others[0]
+    # of one without a graph nothing but its values tells it from something else, as a rounded input
+    if not whole.requires_grad and why_not(whole) is None and not _equal(whole, _cast(value, whole.dtype)):
+        return None
     geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     return Source(number, value.stride(), tensor.dtype, geometry)
 

@@ -147,6 +147,21 @@ class Greedy(Linear):
         return super().forward(x).sin().exp()
 
 
+class Changing(Linear):
+    """Changes what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.relu_(x))
+
+
+class Rounding(Linear):
+    """Saves what looks like a cast of its input, and is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.calls += 1
+        return F.linear((x * 8).round().double(), self.weight.double()).float()
+
+
 class Same(Linear):
     def forward(self, x: Tensor) -> Tensor:
         RUNS.calls += 1
@@ -155,6 +170,10 @@ class Same(Linear):
 
 def after(unit: Any, x: Tensor) -> Tensor:
     return unit.down(F.gelu(unit.up(x)))
+
+
+def after_another(unit: Any, x: Tensor) -> Tensor:
+    return unit.down(F.gelu(unit.up(x.detach().sin())))
 
 
 def transposed(unit: Any, x: Tensor) -> Tensor:
@@ -198,6 +217,8 @@ EACH = [
     ("random numbers", lambda: Noisy(8, 8), after, (4, 8), 2),
     ("greedy", lambda: Greedy(8, 8), after, (4, 8), 2),
     ("its input", lambda: Same(8, 8), after, (4, 8), 2),
+    ("changes its input", lambda: Changing(8, 8), after_another, (4, 8), 2),
+    ("rounds its input", lambda: Rounding(8, 8), after_another, (4, 8), 2),
     ("a gradient inside", LINEAR, inside_a_gradient, (4, 8), None),
 ]
 
