@@ -53,9 +53,10 @@ _fork = GhostProcess.fork
 def _fork_with_full_caches(*arguments: Any) -> GhostProcess:
     """A tracer's process is a fork of this one: what the first ghost run takes longer, each would take anew."""
     GhostProcess.fork = _fork  # type: ignore[method-assign]
-    run = GhostRun(threads=1)
-    run.build(WorkloadSpec(model="llama-tiny"), torch.device("cpu"))
-    run.trace({"model.layers.0": parse_choice("recompute")})
+    with torch.random.fork_rng(devices=[]):
+        run = GhostRun(threads=1)
+        run.build(WorkloadSpec(model="llama-tiny"), torch.device("cpu"))
+        run.trace({"model.layers.0": parse_choice("recompute")})
     return _fork(*arguments)
 
 

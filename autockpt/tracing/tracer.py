@@ -43,7 +43,7 @@ class Tracer:
     """
 
     def __init__(
-        self, backend: Crew | _InProcess, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
+        self, backend: Crew | GhostRun, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
     ) -> None:
         self._backend, self._notes, self._view = backend, notes, view
         self.units, self.head, self.outside, settings, self.notes = backend.found
@@ -106,11 +106,12 @@ class Tracer:
                 view,
             )
         except NotForkable:
-            return cls(_InProcess(workload), (_IN_PROCESS,), view)
+            return cls(in_this_process(workload), (_IN_PROCESS,), view)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Plans that ``trace`` will be asked for: where there are cores for it they are ghost-run side by side."""
-        self._backend.ahead([_in_order(plan, self.units) for plan in plans])
+        if isinstance(self._backend, Crew):
+            self._backend.ahead([_in_order(plan, self.units) for plan in plans])
 
     def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
         """The graph of one steady-state cycle with ``choices`` (by unit name; the rest save) attached.
@@ -126,7 +127,8 @@ class Tracer:
 
     def close(self) -> None:
         """End what was started. Idempotent."""
-        self._backend.close()
+        if isinstance(self._backend, Crew):
+            self._backend.close()
 
     def __enter__(self) -> Tracer:
         return self
@@ -214,24 +216,11 @@ def uncollected() -> Iterator[None]:
                     gc.unfreeze()
 
 
-class _InProcess:
-    """The same as Crew, for processes that must not fork."""
-
-    def __init__(self, workload: Step) -> None:
-        self._run: GhostRun | None = GhostRun(writable=True, threads=torch.get_num_threads())
-        self._run.copy(workload)
-        self.found = self._run.found
-
-    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
-        """Nothing: there is one process."""
-
-    def trace(self, choices: Mapping[str, Choice]) -> Graph:
-        if self._run is None:
-            raise GhostError("the tracer is closed", remedy="Make a new tracer.")
-        return self._run.trace(choices)
-
-    def close(self) -> None:
-        self._run = None
+def in_this_process(workload: Step) -> GhostRun:
+    """A ghost run of a copy, for processes that must not fork."""
+    run = GhostRun(writable=True, threads=torch.get_num_threads())
+    run.copy(workload)
+    return run
 
 
 def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> dict[str, Choice]:

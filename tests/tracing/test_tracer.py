@@ -22,7 +22,7 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer, trace
 from autockpt.tracing.kernels.timeline import bytes_timeline
 from autockpt.tracing.process import can_fork
-from autockpt.tracing.tracer import _InProcess
+from autockpt.tracing.tracer import in_this_process
 from autockpt.workload import Step, build
 from tests.children import children, is_gone
 from tests.tracing.reference import Real, mlp, record
@@ -84,7 +84,7 @@ def test_the_users_state_is_untouched() -> None:
     before = [(p.clone(), p.grad, p.data_ptr()) for p in live.model.parameters()]
     states = str(live.optimizer.state_dict()) if live.optimizer else ""
     random_state = torch.get_rng_state()
-    for backend in (Tracer.from_step(live, fallback=False), Tracer(_InProcess(live))):
+    for backend in (Tracer.from_step(live, fallback=False), Tracer(in_this_process(live))):
         with backend as tracer:
             assert tracer.trace({"0": RECOMPUTE}).source == "ghost"
     for parameter, (value, gradient, address) in zip(live.model.parameters(), before, strict=True):
@@ -98,7 +98,7 @@ def test_every_way_gives_the_same_graph() -> None:
     plan = {"1": RECOMPUTE}
     live = workload()
     ghost = trace(live, plan)
-    inside = Tracer(_InProcess(live)).trace(plan)
+    inside = Tracer(in_this_process(live)).trace(plan)
     assert inside == ghost
     assert trace(live, plan) == ghost
     real = record(live, plan)
@@ -126,7 +126,7 @@ def test_a_full_step_has_an_optimizer_phase() -> None:
     assert graph.source == "ghost"
     assert phases.index("optimizer") < len(phases) - 1 - phases[::-1].index("forward")
     with pytest.raises(GhostError):
-        _InProcess(whole)
+        in_this_process(whole)
 
 
 def test_accelerator_optimizers_update_all_parameters_at_once() -> None:
