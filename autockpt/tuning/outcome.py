@@ -34,7 +34,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
     asked, environment, best = prepared.request, prepared.environment, loop.best
     target, trials, known, clock = loop.target, loop.trials.all, loop.proposer.known, loop.clock
     notes = [*target.notes, *loop.trials.notes]
-    if cost_model is not None and target.knows_seconds and (pace := _pace(loop.trials)) is not None:
+    if cost_model is not None and target.terms.knows_seconds and (pace := _pace(loop.trials)) is not None:
         forget_op_times(environment, prepared.workload_key)
         notes.append(
             f"Steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
@@ -42,7 +42,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
         )
     tried = [(name, trial) for name, plan in known.items() if (trial := loop.trials.find(plan)) is not None]
     tried += [(OURS, best)] if best is not None else []
-    rows = tuple(_row(name, trial, asked.host_budget, target.knows_seconds) for name, trial in tried)
+    rows = tuple(_row(name, trial, asked.host_budget, target.terms.knows_seconds) for name, trial in tried)
     plan = None
     if best is not None:
         notes.extend(_said_of_plan(best, prepared.found.tracer.head))
@@ -50,7 +50,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
         if asked.hardware is not None and cost_model is not None:
             notes.extend(waits_for_host(asked.hardware, cost_model.predictor.graph(best.choices)))
-        plan = _plan(prepared, best, loop.budget, target.source, rows, notes)
+        plan = _plan(prepared, best, loop.budget, target.terms.source, rows, notes)
         if run is not None:
             run.write_plan(plan)
             if cost_model is not None:  # the plan's step, and as far as time allows what other plans come to
@@ -63,7 +63,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             notes.append(offer)
     outcome = SearchOutcome(
         plan=plan,
-        source=target.source,
+        source=target.terms.source,
         budget=loop.budget,
         device=environment.device,
         rows=rows,
@@ -71,7 +71,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
         binding=loop.binding,
         interrupted=loop.interrupted,
         resumed=loop.trials.resumed,
-        measured_trials=sum(t.score is not None or not target.measures for t in trials),
+        measured_trials=sum(t.score is not None or not target.terms.measures for t in trials),
         stopped=loop.stopped,
         run_directory=run.path if run else None,
         plan_path=run.plan_path if run and plan else None,

@@ -73,3 +73,11 @@ def test_plain_training_has_no_speed_at_nominal_rates(tmp_path: Path, monkeypatc
     assert said.speed is None
     assert said.budget is None and said.peak_bytes == said.save_all_peak
     assert said.why is not None and said.why.faster is None and said.why.leaner is not None
+
+
+def test_what_a_search_leaves_out_is_left_out_here_too() -> None:
+    """Offloading where host and device share their memory; and a budget above what the device has is what it has."""
+    said = explain(None, JOB, hardware="m4-max", budget="999GB")
+    assert not {b.choice.kind for front in said.fronts for b in front.bargains} & {"offload", "recompute_offload"}
+    assert sum("share their memory" in note or "less than the budget" in note for note in said.notes) == 2
+    assert said.budget is not None and said.budget.bytes < 10**12 / 2

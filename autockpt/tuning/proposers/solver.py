@@ -48,6 +48,8 @@ MOST_SIMPLE = 2
 SURE = 0.05  # of the step: predictions of well-known plans are off by less
 FEW_RUNS = 3
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
+MOST_REPEATS = 12  # plans in a row that are known already: then the space offers no more
+SIMULATED_REPEATS = 4  # the same of a simulation: without noise the coefficients are right from the start
 MOST_MISSES = 3  # candidates of a simulation that do not fit
 
 
@@ -84,7 +86,7 @@ class SolverProposer(Proposer):
 
         Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step.
         """
-        lean_calls = min(LEAN_CALLS, max(2, self.target.checks // 2))
+        lean_calls = min(LEAN_CALLS, max(2, self.target.terms.checks // 2))
         known, budget, predictor = self.known, self.request.budget, self.cost_model.predictor
         if self.clock.passed(PROFILING):
             lean_calls, known = 1, {name: plan for name, plan in known.items() if name in (NONE, ALL)}
@@ -117,7 +119,7 @@ class SolverProposer(Proposer):
             if name in (NONE, ALL) or not loop.used_up():
                 candidate = self._candidate(choices, name, "baseline")
                 yield replace(candidate, outclassed=self._is_outclassed(candidate))
-        if not self.trials.scored and self.cost_model.head is None and self.target.measures:
+        if not self.trials.scored and self.cost_model.head is None and self.target.terms.measures:
             raise self.infeasible()
 
     def _is_outclassed(self, candidate: Candidate) -> bool:
@@ -181,9 +183,10 @@ class SolverProposer(Proposer):
 
         If tracing and profiling used up the time limit, one solver plan is still tried.
         """
-        tried, repeats, most = 0, 0, self.target.most_repeats
+        measures, tried, repeats = self.target.terms.measures, 0, 0
+        most = MOST_REPEATS if measures else SIMULATED_REPEATS
         # the listener sees ghost runs pass where few candidates take many
-        with self.cost_model.predictor.watched(Silence() if self.target.measures else self.clock.listener):
+        with self.cost_model.predictor.watched(Silence() if measures else self.clock.listener):
             for candidate in self._first():
                 if self.trials.find(candidate.choices) is None and not loop.used_up():
                     yield candidate
@@ -210,7 +213,7 @@ class SolverProposer(Proposer):
         for name, choices in self.seeds.items():
             fits = self._predict(choices).peak_bytes <= self._budget.bytes
             yield self._candidate(choices, name, "seed", fits=fits)
-        if self.target.measures:  # their steps teach what choices cost; simulated ones teach nothing
+        if self.target.terms.measures:  # their steps teach what choices cost; simulated ones teach nothing
             yield from self._simple()
         seeds = self._seeds()
         if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try some of them either
@@ -224,7 +227,7 @@ class SolverProposer(Proposer):
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda *_: True]
         calls = SIMPLE_CALLS * len(kinds)
-        slow = not self.target.measures or self._affordable(calls) < calls
+        slow = not self.target.terms.measures or self._affordable(calls) < calls
         if not slow:  # a ghost run for every kind of choice is affordable
             accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
         found = [self._two_runs(problem, pair) for pair in accepted]
@@ -235,7 +238,7 @@ class SolverProposer(Proposer):
     def _last(self) -> Iterator[Candidate]:
         """Simple plans where they were not tried at first; then the leanest plan that is as fast as the best by its
         cost coefficients, and plans in two runs that are."""
-        if not self.target.measures:
+        if not self.target.terms.measures:
             yield from self._simple()
         best = self.trials.best
         if best is None:
@@ -284,7 +287,7 @@ class SolverProposer(Proposer):
             self.study.enqueue(self._seeds())
             self._refit_due = False
         number, parameters = self.study.ask()
-        choices, fits = self._solved(parameters, self.target.checks)
+        choices, fits = self._solved(parameters, self.target.terms.checks)
         candidate = self._candidate(self.cost_model.plan(choices), f"{KNOBS} #{number}", KNOBS, fits=fits)
         return number, replace(candidate, parameters=parameters)
 
@@ -301,9 +304,9 @@ class SolverProposer(Proposer):
     def _nothing_left(self) -> str:
         """Why no better plan can be found; empty where one can."""
         tried = [t for t in self.trials.all if t.encoding == KNOBS]
-        if not self.target.measures and (any(t.feasible for t in tried) or len(tried) >= MOST_MISSES):
+        if not self.target.terms.measures and (any(t.feasible for t in tried) or len(tried) >= MOST_MISSES):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
-        if self.target.measures and (self._beaten() or self._found()):
+        if self.target.terms.measures and (self._beaten() or self._found()):
             return "with costs corrected by these trials no plan can be faster than the best by more than the noise"
         return ""
 
@@ -329,7 +332,7 @@ class SolverProposer(Proposer):
         if HIDDEN_COPIES in self.study.knobs or not any(t.encoding == KNOBS for t in self.trials.scored):
             return False
         predict, problem = self._fit.predict, self.unscaled_problem
-        choices, _ = self._solved({}, self.target.checks)
+        choices, _ = self._solved({}, self.target.terms.checks)
         most = predict(problem, choices) * (1 + AS_FAST)
         fitting = [t for t in of_known_noise(self.trials.scored) if t.feasible and priced(problem, t.choices)]
         known = [(t, seconds) for t in fitting if (seconds := predict(problem, t.choices)) <= most]

@@ -5,15 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from autockpt.cost import CostModel, memory_at_hand, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
 from autockpt.schema.plan import NEVER_CALLED
-from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import Traced, less_than_asked
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
+
+
+@dataclass
+class Terms:
+    """What a target's numbers are good for, and how much work a candidate is worth.
+
+    ``source`` says what its numbers are; while it does not know ``knows_seconds``, they rank plans and are shown to
+    nobody. ``checks`` are the ghost runs that may be spent on refining one candidate.
+    """
+
+    source: PlanStatus = "measured"
+    knows_seconds: bool = True
+    checks: int = 8
+
+    @property
+    def measures(self) -> bool:
+        """Whether candidates take real steps. Simulated costs are what the solver takes them for, so that its refined
+        plan is what any other candidate would come to: a simulation tries one, and learns nothing from it."""
+        return self.source == "measured"
 
 
 @dataclass(frozen=True)
@@ -69,30 +87,15 @@ class Prepared:
         return (memory_at_hand(self.environment) if hardware is None else simulated_memory(hardware))(graph)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Target:
-    """Where the candidates of a request are evaluated: trace the step, build the cost model, score candidates, choose
-    the winner.
+    """Where candidates are evaluated: trace the step, build the cost model, score candidates, choose the winner.
 
-    ``source`` says what its numbers are; where it does not know ``knows_seconds``, they rank plans and are shown to
-    nobody. ``checks`` are the ghost runs that may be spent on refining one candidate. The space counts as exhausted
-    after ``most_repeats`` known plans in a row. ``notes`` are shown to the user.
+    ``terms`` say how far its numbers can be trusted; ``notes`` are shown to the user.
     """
 
-    request: SearchRequest
-    clock: Clock
-    _: KW_ONLY
-    source: PlanStatus = "measured"
-    knows_seconds: bool = True
-    checks: int = 8
-    most_repeats: int = 12
+    terms: Terms = field(default_factory=Terms)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def measures(self) -> bool:
-        """Whether candidates take real steps. Simulated costs are what the solver takes them for, so that its refined
-        plan is what any other candidate would come to: a simulation tries one, and learns nothing from it."""
-        return self.source == "measured"
 
     def trace(self, stack: ExitStack) -> Prepared:
         """Ghost-run the request; ``stack`` keeps open what later ghost runs need. Raises UsageError."""

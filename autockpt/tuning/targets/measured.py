@@ -15,7 +15,7 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted, cycles_to_time
 from autockpt.measuring.turns import turn_to_offload
-from autockpt.schema import Choice, Measurement, OpTimes, SearchSpace, Trial, plan_hash
+from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchSpace, Trial, plan_hash
 from autockpt.schema.known import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
@@ -60,6 +60,8 @@ class Measured(Target):
     Candidates are measured; the best few again, interleaved, and the winner again in a fresh process.
     """
 
+    request: SearchRequest
+    clock: Clock
     measurer: Measurer
     step_seconds: float = field(default=1.0, init=False)  # of the last plan
     measured_before: dict[str, Measurement] = field(default_factory=dict, init=False)  # for the profile, by plan
@@ -89,7 +91,7 @@ class Measured(Target):
         times = self._op_times(prepared)
         cost_model = _cost_model(prepared, self.clock, times)
         if times is None:
-            self.knows_seconds = False
+            self.terms.knows_seconds = False
             self.notes.append("The time limit left no room to time ops: nominal rates of the device ranked choices.")
         return cost_model
 

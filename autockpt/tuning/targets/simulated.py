@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from autockpt.cost import CostModel, cached_op_times, memory_at_hand, said_of, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware
 from autockpt.policies.offload import MOVING
-from autockpt.schema import SAVE, Choice, OpTimes, Plan, PlanStatus, Remake, SearchSpace, Selective
+from autockpt.schema import SAVE, Choice, OpTimes, Plan, Remake, SearchRequest, SearchSpace, Selective
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import open_tracer
 from autockpt.tracing.tracer import uncollected
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.opening import device_of, local_device, traced, traced_for, tracer_of
-from autockpt.tuning.targets.base import Prepared, Target
+from autockpt.tuning.targets.base import Prepared, Target, Terms
 from autockpt.tuning.trials import Candidate, Score
 
 CHECKS_OF_THE_DEEP = 8
@@ -28,10 +29,10 @@ class Simulated(Target):
     which rank choices. The choices of a ``plan`` that is to be explained are on the menus, too.
     """
 
-    source: PlanStatus = field(default="simulated", kw_only=True)
-    checks: int = field(default=20, kw_only=True)
-    most_repeats: int = field(default=4, kw_only=True)  # without noise the solver's coefficients are right at once
-    plan: Plan | None = field(default=None, kw_only=True)
+    request: SearchRequest
+    clock: Clock
+    plan: Plan | None = None
+    terms: Terms = field(default_factory=lambda: Terms("simulated", checks=20), kw_only=True)
     choices: dict[str, Choice] = field(default_factory=dict, init=False)  # the plan's, by unit
 
     def trace(self, stack: ExitStack) -> Prepared:
@@ -72,7 +73,7 @@ class Simulated(Target):
         own = dict.fromkeys(c for c in self.choices.values() if isinstance(c, Selective | Remake))
         cost_model = found.cost_model(times, needs=needs, used_by_others=prepared.used_by_others, extra=own, **more)
         if found.twin is not None:
-            self.checks = CHECKS_OF_THE_DEEP
+            self.terms.checks = CHECKS_OF_THE_DEEP
         return cost_model
 
     def _local_times(self, prepared: Prepared) -> OpTimes:
@@ -81,7 +82,7 @@ class Simulated(Target):
         lean = (found.uniform.get("recompute") or found.uniform["save"])[1]  # all that is timed; copies go by rates
         if (cached := cached_op_times(prepared.environment, [lean, *found.of_heads], key)) is not None:
             return cached
-        self.knows_seconds = False
+        self.terms.knows_seconds = False
         return found.nominal(prepared.environment)
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
