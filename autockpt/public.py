@@ -82,10 +82,8 @@ def search(
     nothing fits, KeyboardInterrupt where Ctrl-C came before anything fitting was found.
     """
     with ExitStack() as stack:
-        watcher: Listener = Silence()
         screen = console(stderr=True)
-        if progress:
-            watcher = stack.enter_context(listener(screen))
+        watcher: Listener = stack.enter_context(listener(screen)) if progress else Silence()
         open_length = isinstance(step, str) and workload.get("seq_len") == "auto"
         given = {name: value for name, value in workload.items() if not (open_length and name == "seq_len")}
         described = {"hardware": hardware, "device": device, "compile": compile}
