@@ -98,9 +98,8 @@ def print_explanation(said: Explanation, console: Console) -> None:
         heading("Why this plan", console, bullets(reason_words(said)))
     if said.budgets:
         heading("Other budgets", console, _budgets(said))
-    if said.notes or said.basis_note:
-        how = "a ghost run" if said.source == "ghost" else "a recorded real step"
-        remarks((f"Bytes are simulated by {how}, seconds too: {said.basis_note}.", *said.notes), console)
+    how = "a ghost run" if said.source == "ghost" else "a recorded real step"
+    remarks((f"Bytes are simulated by {how}; {said.basis_note}.", *said.notes), console)
 
 
 def _heading(said: Explanation) -> Text:
