@@ -32,6 +32,12 @@ _training = operator.itemgetter("training")
 # `forward`: choices are attached and taken off there
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    "_forward_hooks_always_called",
+)
+"""Where a module has its hooks. Others may take them off before backward, as PEFT does when its model has run."""
+
 Key = tuple[int, str]
 
 
@@ -55,8 +61,8 @@ class Entry(NamedTuple):
 
     @property
     def marks_done(self) -> bool:
-        """Whether it was made, or set to True, since: as a flag that something was installed."""
-        return self.value is _ABSENT or self.home.get(self.name) is True
+        """Whether it holds hooks, or was made or set to True since: as a flag that something was installed."""
+        return self.name in _HOOKS or self.value is _ABSENT or self.home.get(self.name) is True
 
     def assigned(self, now: Entry) -> bool:
         """Whether another object is there now. Equal numbers are one."""
@@ -153,6 +159,8 @@ class ModuleState:
         for fields in self._fields:
             views = torch.Tensor if id(fields) in self._sharded else ()
             places += [(fields, n) for n, v in fields.items() if n not in _NOT_STATE and not isinstance(v, views)]
+        # hooks on the unit itself are called around what runs again
+        places += [(fields, name) for fields in self._fields[1:] for name in _HOOKS if fields[name]]
         return {(id(home), name): Entry.of(home, name) for home, name in places}
 
     def learn(self, before: dict[Key, Entry], *, late: int) -> list[Entry]:
@@ -163,6 +171,9 @@ class ModuleState:
         """
         after = self.take_all()
         for key in {**before, **after}:
+            if key[1] in _HOOKS:
+                self._lively[key] = (before.get(key) or after[key]).home
+                continue
             then = before[key] if key in before else after[key]._replace(value=_ABSENT, content=None)
             now = after[key] if key in after else Entry(then.home, then.name, _ABSENT, None, 0)
             if then.assigned(now):
@@ -214,6 +225,7 @@ class ModuleState:
         """As in ``entries``, and afterwards as now. Yields the storages that are written to then: what is saved of them
         has to be copied."""
         flags = self.training()
+        entries = [entry for entry in entries if entry.name not in _HOOKS or entry.home[entry.name] != entry.content]
         return self._restored(entries, training, flags) if entries or flags != training else _NOTHING
 
     @contextmanager

@@ -285,6 +285,26 @@ def test_hooks_and_modules_of_a_first_forward_are_made_once():
     assert all(len(unit.linear._forward_hooks) == 1 for unit in model.units)
 
 
+def test_hooks_that_are_there_for_a_forward_alone():
+    """As PEFT's, which hand adapters their arguments; or by turns one and none."""
+
+    def half(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (args[0] / 2,), kwargs
+
+    class Hooked(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (unit.linear for unit in self.units)
+            before = first.register_forward_pre_hook(half, with_kwargs=True)
+            after = second.register_forward_hook(lambda module, args, output: output * 2)
+            x = super().forward(x)
+            before.remove()
+            x = super().forward(x)
+            after.remove()
+            return x
+
+    assert_as_plain(partial(Hooked, lambda unit, x: unit.linear(x).sigmoid()), CHOICES, rows)
+
+
 def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
     def read(places):
         raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
