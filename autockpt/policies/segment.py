@@ -23,9 +23,9 @@ def attach_segment(unit: PlannedUnit, session: Session) -> None:
     members = next(members for members in _segments(session.order) if unit in members)
     if unit is members[0]:
         session.listeners.append(SegmentCalls())
-    # units are attached in order: the segment that was begun last is this one's
-    frame = functools.partial(SegmentFrame, session.listeners[-1])
-    session.place(unit.module, run_in_segment, RecomputeState(unit.name, frame))
+    calls: Any = session.listeners[-1]  # units are attached in order: those of the segment that was begun last
+    state = RecomputeState(unit.name, functools.partial(SegmentFrame, calls))
+    session.place(unit.module, run_in_segment, state)
 
 
 def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
