@@ -24,8 +24,7 @@ def attach_segment(unit: PlannedUnit, session: Session) -> None:
     if unit is members[0]:
         session.listeners.append(SegmentCalls())
     calls: Any = session.listeners[-1]  # units are attached in order: those of the segment that was begun last
-    state = RecomputeState(unit.name, functools.partial(SegmentFrame, calls))
-    session.place(unit.module, run_in_segment, state)
+    session.place(unit.module, run_in_segment, RecomputeState(unit.name, functools.partial(SegmentFrame, calls)))
 
 
 def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
