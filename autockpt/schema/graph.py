@@ -160,7 +160,7 @@ class Graph(Data):
     resident_bytes: int
     resident: dict[str, int] = Field(default_factory=dict, description="its bytes by what they are: weights, …")
     signatures: tuple[str, ...]
-    work: tuple[Work, ...] = Field(default=(), description="of an op of each signature")
+    work: tuple[Work, ...] = Field(description="of an op of each signature")
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     copies: tuple[Copy, ...] = ()

@@ -120,6 +120,7 @@ def step(
     return Graph(
         resident_bytes=RESIDENT,
         signatures=tuple(SECONDS),
+        work=(),
         ops=tuple(r.ops),
         storages=storages,
         copies=tuple(r.copies),

@@ -25,6 +25,7 @@ def graph(phases: str, *, copies=(), owners: str = "") -> Graph:
     return Graph(
         resident_bytes=100,
         signatures=("f", "r", "b", "o"),
+        work=(Work("elements", "add"),) * 4,
         ops=tuple(op(i, phase=names[p], signature="frbo".index(p), unit=owner[i]) for i, p in enumerate(phases)),
         storages=(),
         copies=tuple(copies),

@@ -26,7 +26,7 @@ from autockpt.schema import (
     Unit,
     plan_hash,
 )
-from autockpt.schema.graph import TensorMeta
+from autockpt.schema.graph import TensorMeta, Work
 from autockpt.schema.runs import RunDirectory, best, directory_name, pareto_front
 from tests import samples
 from tests.analysis.samples import make_run
@@ -95,7 +95,11 @@ def test_everything_written_is_read_back(tmp_path: Path) -> None:
     out = TensorMeta(shape=(2,), stride=(1,), dtype="float32", storage=0)
     op = Op(index=0, target="aten.mm.default", phase="forward", module="h.0", unit="h.0", signature=0, outputs=(out,))
     graph = Graph(
-        resident_bytes=5, signatures=("mm",), ops=(op,), storages=(Storage(id=0, bytes=8, birth=0, death=None),)
+        resident_bytes=5,
+        signatures=("mm",),
+        work=(Work("matrix", "mm"),),
+        ops=(op,),
+        storages=(Storage(id=0, bytes=8, birth=0, death=None),),
     )
     assert run.environment() is None and run.graph() is None and run.profile() is None and run.plan() is None
     run.write_environment(environment)

@@ -39,32 +39,19 @@ def base_name(target: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-def is_view(target: str, inputs: Sequence[int], outputs: Sequence[int]) -> bool:
-    """All results share the storage of an argument (numbers of both are given), and nothing is written.
-
-    An addition that a plain step makes in place has the signature, and the work, of one that it does not.
-    """
-    name = base_name(target)
-    writes = (name.endswith("_") and not name.endswith("__")) or name in _MAYBE_IN_PLACE or target == COPY_IN
-    foreach = name.startswith(("_foreach_", "_fused_"))
-    return bool(outputs) and not writes and not foreach and all(storage in inputs for storage in outputs)
-
-
 def work_of(
     operator: Operator, signature: str, argument: Argument, inputs: list[Tensor], outputs: list[Tensor], flops: int
 ) -> Work:
     """The work of one call, by the tensors that it takes and those that it returned."""
-    name = base_name(signature.partition("(")[0])
-    storages = [
-        [t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided] for tensors in (inputs, outputs)
-    ]
-    if name in UNTOUCHED or is_view(operator.name, *storages):
+    target = signature.partition("(")[0]
+    name = base_name(target)
+    if name in UNTOUCHED or _is_view(operator.name, inputs, outputs):
         return Work("none", name)
     if operator.name.startswith(COLLECTIVES):
         return Work("link", name, bytes=_sent(name, argument, inputs, outputs))
     if operator.name == COPY_IN:
         return Work("elements", name, bytes=2 * _sizes(inputs[:-1]))  # the last is the buffer of all ranks
-    if name.startswith(ATTENTION):
+    if target.startswith(ATTENTION):
         return _attention(name, argument, outputs, flops)
     if name == "gemm_4bit":
         return _four_bits(argument, inputs, outputs, flops)
@@ -78,6 +65,19 @@ def work_of(
     first = argument("self")
     tensors = len(first) if isinstance(first, list | tuple) else 1
     return Work("elements", name, dtype, flops, moved, elements, tensors=tensors)
+
+
+def _is_view(target: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """All results share the storage of an argument, and nothing is written.
+
+    An addition that a plain step makes in place has the signature, and the work, of one that it does not.
+    """
+    name = base_name(target)
+    writes = (name.endswith("_") and not name.endswith("__")) or name in _MAYBE_IN_PLACE or target == COPY_IN
+    if not outputs or writes or name.startswith(("_foreach_", "_fused_")):
+        return False
+    given = {t.untyped_storage()._cdata for t in inputs if t.layout is torch.strided}
+    return all(t.untyped_storage()._cdata in given for t in outputs)
 
 
 def _floating(tensor: Tensor) -> bool:

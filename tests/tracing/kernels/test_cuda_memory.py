@@ -54,6 +54,7 @@ def step(dtype: str = "bfloat16") -> Graph:
         resident_bytes=sum(resident.values()),
         resident=resident,
         signatures=("",),
+        work=(),
         ops=tuple(op(i, phase, unit, made.get(i, ())) for i, (phase, unit) in enumerate(PLACES)),
         storages=tuple(storages),
         units=(Unit(name="a", cls="A", kind=0), Unit(name="b", cls="A", kind=0)),
@@ -130,7 +131,11 @@ def test_reserved_covers_allocated_covers_the_timeline(rows: list[tuple[int, int
     )
     resident = sum(s.bytes for s in storages if s.birth < 0)
     graph = Graph(
-        resident_bytes=resident, signatures=("",), ops=tuple(op(i, "forward") for i in range(10)), storages=storages
+        resident_bytes=resident,
+        signatures=("",),
+        work=(),
+        ops=tuple(op(i, "forward") for i in range(10)),
+        storages=storages,
     )
     peak = replay(requests(graph, cycles))
     assert peak.reserved >= peak.allocated >= graph.peak_bytes
