@@ -77,7 +77,7 @@ def _is_view(target: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
     if not outputs or writes or name.startswith(("_foreach_", "_fused_")):
         return False
     given = {t.untyped_storage()._cdata for t in inputs if t.layout is torch.strided}
-    return all(t.untyped_storage()._cdata in given for t in outputs)
+    return all(t.layout is torch.strided and t.untyped_storage()._cdata in given for t in outputs)
 
 
 def _floating(tensor: Tensor) -> bool:
