@@ -238,11 +238,16 @@ def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, f
     """The optimizer phase: the longer of its kernels and of the host's launches; on a CPU both."""
     numbers = [op.signature for op in graph.ops if op.phase == "optimizer"]
     steps = [(graph.work[number], kernels[graph.signatures[number]]) for number in numbers]
-    device = sum(seconds for _, seconds in steps)
     if hardware.kind == "cpu":
-        return device + len(steps) * hardware.launch_seconds
-    launches = sum(ceil(work.tensors / GROUPED_PARAMETERS) for work, seconds in steps if seconds > 0)
-    return max(device, launches * hardware.launch_seconds)
+        return sum(seconds for _, seconds in steps) + len(steps) * hardware.launch_seconds
+    steps = [(work, seconds) for work, seconds in steps if seconds > 0 and not _counts(work)]
+    launches = sum(ceil(work.tensors / GROUPED_PARAMETERS) for work, _ in steps)
+    return max(sum(seconds for _, seconds in steps), launches * hardware.launch_seconds)
+
+
+def _counts(work: Work) -> bool:
+    """Whether an op of an optimizer raises or reads a counter of steps, which lie on the host."""
+    return work.elements <= 1 and work.name in ("add", "add_", "_foreach_add_", "_local_scalar_dense")
 
 
 DISK = 1e9  # bytes/s of a file

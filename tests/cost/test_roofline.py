@@ -143,6 +143,7 @@ def test_an_optimizer_costs_a_launch_per_group_or_per_parameter() -> None:
 
     assert seconds("mul_", tensors=1, ops=72) == pytest.approx(72e-5)
     assert seconds("_foreach_mul_", tensors=72, ops=1) == pytest.approx(2e-5)
+    assert seconds("_local_scalar_dense", tensors=1, ops=72) == 0.0  # the number of the step, on the host
 
 
 def test_products_in_a_step_keep_a_share_of_what_they_reach_alone() -> None:
