@@ -53,7 +53,7 @@ def work_of(
         return Work("elements", name, bytes=2 * _sizes(inputs[:-1]))  # the last is the buffer of all ranks
     if target.startswith(ATTENTION):
         return _attention(name, argument, outputs, flops)
-    if name == "gemm_4bit":
+    if target.startswith("bitsandbytes.gemm_4bit"):
         return _four_bits(argument, inputs, outputs, flops)
     dtype = next((dtype_name(t.dtype) for t in inputs if _floating(t)), "float32")
     moved, elements = _moved(name, inputs, outputs) + _written_into(operator, argument), _elements(inputs, outputs)

@@ -220,6 +220,8 @@ def _copied_matrices(*names: str) -> Callable[[Argument], int]:
 
 
 def _has_leading_dimension(matrix: Tensor) -> bool:
+    if matrix.layout is not torch.strided:  # which other libraries multiply
+        return True
     (rows, columns), (down, along) = matrix.size()[-2:], matrix.stride()[-2:]
     return (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
 

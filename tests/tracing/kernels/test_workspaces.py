@@ -53,6 +53,8 @@ def test_matrices_without_a_leading_dimension_are_copied() -> None:
     ]
     for func, args, copied in calls:
         assert known(func, *args) == real_workspace(func, *args) == copied
+    for sparse in (a.to_sparse(), a.to_sparse_csr()):  # of a graph's adjacency: another library's product
+        assert known(aten.mm.default, sparse, b) == 0
     batched = (of_sum.expand(2, 64, 96), b.expand(2, 96, 32))
     assert workspace_bytes(Operator(aten.bmm.default), batched, {}, "cuda") == batched[0].nbytes
 
