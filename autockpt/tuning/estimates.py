@@ -132,6 +132,8 @@ def _answered(row: Estimate, request: SearchRequest, listener: Listener, **sizes
         return row.model_copy(update={"smallest_peak": error.smallest_peak})
     except AutockptError as error:
         return row.model_copy(update={"note": error.message})
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     plan, predicted = outcome.plan, outcome.rows[-1].predicted
     assert plan is not None and predicted is not None
     chosen = Counter(choice.kind for choice in plan.expand_planned().values() if choice != SAVE)
