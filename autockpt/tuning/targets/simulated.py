@@ -70,8 +70,10 @@ class Simulated(Target):
             times = self._local_times(prepared)
             needs = memory_at_hand(times.environment, budget_bytes, times)
         more = {"host_budget": request.host_budget, "listener": self.clock.listener}
-        own = dict.fromkeys(c for c in self.choices.values() if isinstance(c, Selective | Remake))
-        cost_model = found.cost_model(times, needs=needs, used_by_others=prepared.used_by_others, extra=own, **more)
+        menus = found.space.choices
+        own = [c for c in self.choices.values() if isinstance(c, Selective | Remake) or c.kind in {*MOVING} - {*menus}]
+        more |= {"needs": needs, "extra": dict.fromkeys(own), "used_by_others": prepared.used_by_others}
+        cost_model = found.cost_model(times, **more)
         if found.twin is not None:
             self.terms.checks = CHECKS_OF_THE_DEEP
         return cost_model
