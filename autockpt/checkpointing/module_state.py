@@ -87,6 +87,10 @@ class Entry(NamedTuple):
         before, after = (list(c.items() if isinstance(c, dict) else c) for c in (self.content, now.content))
         return any(not _same(a, b) for a, b in zip(before, after, strict=True))
 
+    def replaced(self) -> Entry:
+        """What is there now in its place, without a copy of it."""
+        return self._replace(value=self.home.get(self.name, _ABSENT), content=None)
+
     def put(self) -> None:
         """Restore it."""
         if self.value is _ABSENT:
@@ -230,7 +234,8 @@ class ModuleState:
 
     @contextmanager
     def _restored(self, entries: list[Entry], training: list[bool], flags: list[bool]) -> Iterator[Collection[int]]:
-        now = [Entry.of(entry.home, entry.name) for entry in entries]
+        # of what is only exchanged, as a weight, nothing is written to
+        now = [Entry.of(e.home, e.name) if e.content is not None else e.replaced() for e in entries]
         tensors = (e.value for e in (*entries, *now) if e.content is not None and isinstance(e.value, torch.Tensor))
         written = tuple(tensors)
         # other graphs depend on the versions of these
