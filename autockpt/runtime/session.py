@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -168,24 +167,28 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
     if state.planned:
         _warn_of_larger_batch(state, args, kwargs)
     listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
-    for listener in listeners:
-        listener.begin()
+
+    def forward() -> Any:
+        for listener in listeners:
+            listener.begin()
+        return call_inner(module, state, args, kwargs)
+
     if torch.compiler.is_dynamo_compiling():  # which goes on after no graph break inside of a `try`
-        output = call_inner(module, state, args, kwargs)
+        output = forward()
         _end(state, listeners)
         return output
-    try:  # however deep in the user's own calls this is
-        return with_room(functools.partial(call_inner, module, state, args, kwargs))
+    try:
+        return with_room(forward)  # however deep in the user's own calls this is
     finally:
         _end(state, listeners)
 
 
 def _end(state: GuardState, listeners: Iterable[ForwardListener]) -> None:
     """The model's forward has ended, well or not."""
-    for listener in listeners:
-        listener.end()
     if state.sets is not None:
         state.sets.end()
+    for listener in listeners:
+        listener.end()
 
 
 def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
