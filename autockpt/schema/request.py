@@ -42,7 +42,7 @@ class SearchRequest(Data):
     compile: CompileMode | None = Field(default=None, description="measure compiled steps")
     device: str | None = Field(default=None, description="cpu, cuda, cuda:1, xpu, …; None: the best there is")
     hardware: Hardware | None = Field(default=None, description="simulate this device; nothing is measured")
-    simulate: bool = Field(default=False, description="take no step on the local device either")
+    simulate: bool = Field(default=False, description="take no step: bytes and seconds by ghost runs and op times")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(
         default=TRIALS, gt=0, description="candidates at most; well-known and simple plans are measured besides"
@@ -139,7 +139,7 @@ def question_hash(question: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:8]
 
 
-class SearchOutcome(Data):
+class SearchOutcome(Data, extra="ignore"):  # one that an earlier version recorded may hold more
     """The answer of a search.
 
     ``plan`` is None only where the search was interrupted before anything fitting was found. ``source`` says whether
