@@ -67,7 +67,7 @@ class Diagnosis(Data):
     outcome: SearchOutcome | None = Field(default=None, description="the suggested plan, simulated")
     refusal: str = Field(default="", description="that no plan fits, and what would")
     alternatives: tuple[Alternative, ...] = ()
-    unprescribed: str = Field(default="", description="why nothing could be simulated")
+    no_plan: str = Field(default="", description="why nothing could be simulated")
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -84,7 +84,7 @@ def diagnose(
 
     Without ``spec``, the job that failed, only the log is explained. A job for which no plan fits is no error:
     ``alternatives`` say what would fit. Raises UsageError where neither the log nor ``hardware`` says how much memory
-    the device has. A model that cannot be built or traced is named in ``unprescribed``.
+    the device has. A model that cannot be built or traced is named in ``no_plan``.
     """
     found: dict[str, Any] = {}
     notes = tuple(_notes(log, spec))
@@ -92,9 +92,9 @@ def diagnose(
         try:
             budget_bytes, card, more = room_of(log.failure, hardware)
             notes += more
-            found = _prescribed(spec, budget_bytes, card, log.failure.others or 0, plan_out, listener or Silence())
+            found = _suggested(spec, budget_bytes, card, log.failure.others or 0, plan_out, listener or Silence())
         except (WorkloadError, TracingError) as error:
-            found = {"unprescribed": str(error)}
+            found = {"no_plan": str(error)}
     return Diagnosis(log=log, verdict=verdict_of(log), advice=tuple(advice_of(log)), notes=notes, **found)
 
 
@@ -153,7 +153,7 @@ def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
         )
 
 
-def _prescribed(
+def _suggested(
     spec: WorkloadSpec, budget_bytes: int, hardware: Hardware, others: int, plan_out: Path | None, listener: Listener
 ) -> dict[str, Any]:
     """Fields of the Diagnosis that ghost runs and modelled seconds fill: what fills the device, and what helps."""

@@ -53,7 +53,7 @@ def diagnose(
     with listener(progress()) as watcher:
         said = diagnosed(reading, spec, hardware=card, plan_out=plan_out, listener=watcher)
     show(said, print_diagnosis, as_json)
-    if said.unprescribed:
+    if said.no_plan:
         raise typer.Exit(UsageError.exit_code)
     if said.refusal:
         raise typer.Exit(InfeasibleError.exit_code)
@@ -74,8 +74,8 @@ def print_diagnosis(said: Diagnosis, console: Console) -> None:
             console.print(Text("--plan-out plan.yaml writes the plan."))
     elif said.refusal:
         console.print(Text(said.refusal))
-    if said.unprescribed:
-        heading("No plan is suggested", console, Text(said.unprescribed))
+    if said.no_plan:
+        heading("No plan is suggested", console, Text(said.no_plan))
     if said.advice:
         heading("Besides" if said.holdings else "What helps", console, bullets(said.advice))
     remarks(said.notes, console)

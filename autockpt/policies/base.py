@@ -379,7 +379,7 @@ class Session:
         return Proof(check.mode, check.step, units, unwatched)
 
     def in_mid_training(self) -> None:
-        """Go on after one step as after many, which take less time: for steps that are measured.
+        """Measure steps as those after many, which take less time. To be called before the first forward.
 
         What is looked at closely in a unit's first calls is looked at in its first one alone, and no sentinel checks
         calls.

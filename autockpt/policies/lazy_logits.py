@@ -86,7 +86,8 @@ class Rows:
 def refuse_odd_backward(call: Any, gradient: Tensor) -> None:
     """Raise ConflictError in a backward that is itself to be differentiated, which would silently lose a part, and for
     several gradients at once."""
-    many = address_of(gradient) is None  # what is_grads_batched makes of gradients has no memory of its own
+    # what is_grads_batched makes of gradients has no memory of its own
+    many = gradient.layout is torch.strided and address_of(gradient) is None
     if many or torch.is_grad_enabled():
         how = "for many gradients at once (is_grads_batched=True)" if many else "twice (create_graph=True)"
         raise ConflictError(

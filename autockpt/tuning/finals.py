@@ -72,8 +72,8 @@ def play(
 ) -> Final:
     """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).
 
-    Rounds go on while another candidate than the leader may be the fastest, by what was measured and ``expected``; at
-    most ``MOST_ROUNDS``, and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed.
+    Rounds go on with the few that may be the fastest, by what was measured and ``expected``, until one is left; at most
+    ``MOST_ROUNDS``, and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed.
     """
     choices = {t.number: t.choices for t in (*candidates, *extra)}
     times: dict[int, list[float]] = {number: [] for number in choices}

@@ -38,9 +38,9 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
 
     A live model is not copied, since a second copy might not fit. Its weights, buffers, optimizer, scaler, gradients
     and random state are restored bit for bit afterwards, after Ctrl-C too. With ``request.compile`` steps are compiled;
-    with ``request.hardware`` nothing is measured. The run's directory and plan are written to ``request.out``; a search
-    that is finished there is answered from its record. Ctrl-C ends a search with the best plan so far, or without one
-    where nothing fitting was measured.
+    with ``request.hardware`` or ``simulate`` nothing is measured. The run's directory and plan are written to
+    ``request.out``; a search that is finished there is answered from its record. Ctrl-C ends a search with the best
+    plan so far, or without one where nothing fitting was measured.
 
     Raises UsageError (under a distributed launch as well), WorkloadError, InfeasibleError, RunDirectoryError or
     MeasurementError; whatever was measured until then is kept.
@@ -214,7 +214,7 @@ def _outcome_of(run: RunDirectory, request: SearchRequest) -> SearchOutcome | No
     if finished is None or request.ignores_record or not finished.answers(request):
         return None
     outcome = finished.outcome
-    more = "" if request.hardware is not None else "more --trials search on, "
+    more = "more --trials search on, " if request.measures else ""
     note = f"This is the answer of {run.path}, which had ended; {more}--fresh starts over."
     if request.storage is not None:
         note += " So nothing was written to --storage: --fresh writes a study there."

@@ -64,7 +64,7 @@ def test_where_no_plan_fits_the_alternatives_do(plain_peak: int, monkeypatch: py
 def test_a_model_that_cannot_be_built_leaves_the_evidence(tmp_path: Path) -> None:
     spec = WorkloadSpec(model=str(tmp_path / "absent"))
     said = diagnose(read_text(FORWARD + message()), spec)
-    assert said.verdict and said.unprescribed
+    assert said.verdict and said.no_plan
 
 
 @pytest.mark.parametrize(

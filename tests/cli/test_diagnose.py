@@ -76,7 +76,7 @@ def test_where_no_plan_fits_the_exit_code_is_3(autockpt, asked: Mock, log: Path)
 
 def test_an_unbuildable_model_is_an_error_beside_the_log(autockpt, asked: Mock, log: Path) -> None:
     asked.return_value = Diagnosis(
-        log=read_text(message()), verdict="GPU 0 ran out.", unprescribed="there is no model x\nName another."
+        log=read_text(message()), verdict="GPU 0 ran out.", no_plan="there is no model x\nName another."
     )
     result = autockpt("diagnose", "run.log", "--model", "x")
     assert result.code == 2 and "GPU 0 ran out." in result.out and "there is no model x" in result.out
