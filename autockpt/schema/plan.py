@@ -36,7 +36,18 @@ from autockpt.schema.device import Environment
 from autockpt.schema.files import set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
 from autockpt.schema.known import ALL, NONE
-from autockpt.schema.names import Entry, align, check_nesting, expand, fold, listing, outermost, parse_pattern, views
+from autockpt.schema.names import (
+    Entry,
+    align,
+    check_nesting,
+    expand,
+    fold,
+    listing,
+    outermost,
+    parse_pattern,
+    strip_prefixes,
+    views,
+)
 from autockpt.schema.sizes import ResolvedBudget, format_binary, format_bytes
 from autockpt.schema.trial import Measurement, Prediction
 from autockpt.schema.words import step_note
@@ -418,7 +429,7 @@ def _check_role(name: str | None, entry: Entry[Choice], role: UnitRole) -> None:
 
 def _names(pattern: str, name: str) -> bool:
     """Whether a pattern is one unit's name, written with or without what wrappers put in front."""
-    return any(pattern in view for view in views([name]))
+    return any(strip_prefixes(pattern) in view for view in views([name]))
 
 
 def plan_hash(choices: Mapping[str, Choice]) -> str:

@@ -173,6 +173,7 @@ def units_named(plan: Plan, units: Iterable[Unit], head: Unit | None) -> str | N
 
 def _select(pattern: str, names: Collection[str]) -> list[str]:
     """The names that a pattern stands for, however the model is wrapped."""
+    pattern = strip_prefixes(pattern) or pattern
     view = align([pattern], names)
     return [view[name] for name in parse_pattern(pattern).select(view)]
 

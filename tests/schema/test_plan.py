@@ -223,7 +223,10 @@ def test_the_output_head_is_known_in_a_wrapped_model() -> None:
     plan = Plan.create({"h.0": RECOMPUTE, "lm_head": CHUNKED_LOSS}, units)
     layer, head = (unit.model_copy(update={"name": f"module.{unit.name}"}) for unit in units)
     assert plan.head == "lm_head" and Plan(choices={"h.*": CHUNKED_LOSS}).head is None
-    assert plan.choices_for([layer], head) == {"module.h.0": RECOMPUTE, "module.lm_head": CHUNKED_LOSS}
+    expected = {"module.h.0": RECOMPUTE, "module.lm_head": CHUNKED_LOSS}
+    assert plan.choices_for([layer], head) == expected
+    of_peft = {f"base_model.model.{name}": choice for name, choice in plan.choices.items()}
+    assert Plan(choices=of_peft).choices_for([layer], head) == expected
 
 
 @pytest.mark.parametrize(
