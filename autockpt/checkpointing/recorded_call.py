@@ -43,6 +43,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
+from numbers import Number
 from typing import Any, ClassVar
 
 import torch
@@ -71,7 +73,8 @@ _MISSES = 3
 _MOST = 64
 """Signatures of a unit whose recipes are known at a time."""
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
-_NUMBERS = (bool, int, float, str)
+_NUMBERS = (Number, str, Enum)
+"""What tells calls apart by its value, NumPy's numbers among it."""
 _NOTHING = nullcontext()
 _KEPT = Position(None)
 _BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
@@ -120,7 +123,7 @@ class RecordedUnit(CheckpointedUnit):
         places += [(home, n) for home in fields for n, value in home.items() if isinstance(value, torch.Tensor)]
         self.weights: list[tuple[dict[str, Any], str]] = places
         # A scale that is changed from step to step is an argument of an op. No saved tensor's form shows it.
-        self._numbers = [(home, n) for home in fields for n, value in home.items() if type(value) in _NUMBERS]
+        self._numbers = [(home, n) for home in fields for n, value in home.items() if isinstance(value, _NUMBERS)]
         self._compares = compares
         self.signatures: dict[Any, Signature] = {}
 
@@ -208,7 +211,7 @@ def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is dict:
         parts = value.values()
         return kind, *value, *[part if type(part) in _EXACT else _plain_parts(part, tensors) for part in parts]
-    return kind
+    return (kind, value) if isinstance(value, _NUMBERS) else kind
 
 
 class RecordedCall:

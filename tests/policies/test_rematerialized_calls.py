@@ -1,9 +1,11 @@
 """Calls of `remake` that go by what earlier ones did: as long as they do the same, and no further."""
 
 import copy
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 # --- what is kept, and which calls are recorded
 
 LARGE = 128 * 64 * 4  # bytes of an input
+
+
+class Way(enum.Enum):
+    SINE, COSINE = 1, 2
 
 
 class Mlp(nn.Module):
@@ -166,12 +172,36 @@ def test_what_differs_from_the_first_on_is_always_recorded(recorded: Any) -> Non
     assert found == [1] * 12
 
 
+@pytest.mark.parametrize("kind", [float, np.float64])
 @pytest.mark.parametrize("length", [8, 24])
-def test_a_number_of_the_modules_own_may_change(length: int, recorded: Any) -> None:
-    layer = planned(Mlp())
+def test_a_number_of_the_modules_own_may_change(length: int, kind: Any, recorded: Any) -> None:
+    layer: Any = Mlp()
+    layer.scale = kind(1.0)
+    planned(layer)
     recorded(layer, [length] * 4)
-    layer.scale = 0.5  # type: ignore[assignment]
+    layer.scale = kind(0.5)
     assert recorded(layer, [length] * 4)[0] == 1
+
+
+@pytest.mark.parametrize(("first", "then"), [(1.0, 0.5), (np.float32(1.0), np.float32(0.5)), (Way.SINE, Way.COSINE)])
+def test_a_number_or_name_that_a_layer_is_given_may_change(first: Any, then: Any, recorded: Any) -> None:
+    class Given(Mlp):
+        def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
+            x = super().forward(x)
+            return (x.sin() if given is Way.SINE else x.cos() if given is Way.COSINE else x * float(given)).sin()
+
+    class Giving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.gives = planned(Given()), first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, self.gives)
+
+    model = Giving()
+    recorded(model, [8] * 4)
+    model.gives = then
+    assert recorded(model, [8] * 4)[0] == 1
 
 
 def test_a_counter_does_not_tell_calls_apart(recorded: Any) -> None:
