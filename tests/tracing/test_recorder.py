@@ -41,7 +41,7 @@ def test_births_deaths_inputs_and_offsets() -> None:
     assert made.log.death == [2, 3, 3]
     assert made.ops[2].inputs == (0,) and made.ops[2].offsets == (2,)
     assert made.ops[3].inputs == (1, 1) and made.ops[3].offsets == ()
-    assert made.ops[1].outputs == (TensorMeta(shape=(6,), stride=(1,), dtype="f32", storage=0, offset=2),)
+    assert made.ops[1].outputs == (TensorMeta(shape=(6,), stride=(1,), dtype="float32", storage=0, offset=2),)
 
 
 def test_nothing_is_kept_alive() -> None:
