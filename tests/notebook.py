@@ -1,7 +1,5 @@
 """Execute ``docs/notebook.ipynb`` without a kernel, and write it again: ``python -m tests.notebook``."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

@@ -1,4 +1,4 @@
-"""The programs behind ``results/`` keep working: all can be imported, and those that take seconds run."""
+"""The programs behind ``results/`` keep working: all can be imported, and say what they are for."""
 
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """What an op asks of a device, against sums done by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
