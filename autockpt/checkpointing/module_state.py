@@ -229,7 +229,8 @@ class ModuleState:
         """As in ``entries``, and afterwards as now. Yields the storages that are written to then: what is saved of them
         has to be copied."""
         flags = self.training()
-        entries = [entry for entry in entries if entry.name not in _HOOKS or entry.home[entry.name] != entry.content]
+        if entries:
+            entries = [e for e in entries if e.name not in _HOOKS or e.home[e.name] != e.content]
         return self._restored(entries, training, flags) if entries or flags != training else _NOTHING
 
     @contextmanager
