@@ -22,9 +22,10 @@ _LARGEST = 2**60
 _FORMS = "Write a size with its unit (24GB, 24GiB), a share of this job's own peak (60%, 60%act), or auto."
 
 SIMULATED_HEADROOM = "5%"
-"""Left free of a budget in bytes where steps are simulated, unless asked otherwise: with it 24 of 41 peaks that others
-published of models that are described here would have been within their budget, without it 7, and with 10 % 29
-(results/published_gpu_202611). A share of the job's own peak is of a peak that is simulated alike, so has none."""
+"""Left free of a budget in bytes where steps are simulated, unless asked otherwise. All of 44 peaks that others
+published would have been within their budget without it, where the code of their versions of transformers was
+simulated; these versions move peaks by 5 to 22 % (results/published_gpu_202611). A share of the job's own peak is of a
+peak that is simulated alike, so has none."""
 
 BudgetKind = Literal["bytes", "share", "activation_share", "auto"]
 
