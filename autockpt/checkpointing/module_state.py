@@ -32,11 +32,9 @@ _training = operator.itemgetter("training")
 # `forward`: choices are attached and taken off there
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
-    "_forward_hooks_always_called",
-)
-"""Where a module has its hooks. Others may take them off before backward, as PEFT does when its model has run."""
+_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+"""Where a module has hooks that may hand it other arguments. PEFT takes such off when its model has run. Hooks behind a
+forward mostly look at what it returns, and are not called again once they are off."""
 
 Key = tuple[int, str]
 

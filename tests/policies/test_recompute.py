@@ -286,7 +286,8 @@ def test_hooks_and_modules_of_a_first_forward_are_made_once():
 
 
 def test_hooks_that_are_there_for_a_forward_alone():
-    """As PEFT's, which hand adapters their arguments; or by turns one and none."""
+    """Those before a module, which may hand it arguments as PEFT's do, run again; those that look at outputs do not."""
+    seen = []
 
     def half(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return (args[0] / 2,), kwargs
@@ -295,14 +296,22 @@ def test_hooks_that_are_there_for_a_forward_alone():
         def forward(self, x: Tensor) -> Tensor:
             first, second = (unit.linear for unit in self.units)
             before = first.register_forward_pre_hook(half, with_kwargs=True)
-            after = second.register_forward_hook(lambda module, args, output: output * 2)
+            after = second.register_forward_hook(lambda *_: seen.append(1))
             x = super().forward(x)
             before.remove()
             x = super().forward(x)
             after.remove()
             return x
 
-    assert_as_plain(partial(Hooked, lambda unit, x: unit.linear(x).sigmoid()), CHOICES, rows)
+    def body(unit: Any, x: Tensor) -> Tensor:
+        return unit.linear(x).sigmoid()
+
+    assert_as_plain(partial(Hooked, body), CHOICES, rows)
+    seen.clear()
+    model = Hooked(body)
+    with attach(model, CHOICES):
+        model(rows()).sum().backward()
+    assert len(seen) == 2
 
 
 def test_a_graph_that_is_being_captured_is_refused(monkeypatch):
