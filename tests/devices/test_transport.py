@@ -175,7 +175,7 @@ def test_host_memory_is_not_overwritten_while_it_is_still_read():
     ("kind", "versions", "budget", "says"),
     [
         ("cuda", {}, None, ("6.00 GiB of pinned", "This host has", "--host-budget bounds")),
-        ("cuda", {"simulated": "h100"}, None, ("6.00 GiB of pinned", "host of a h100 has is not described")),
+        ("cuda", {"simulated": "h100"}, None, ("6.00 GiB of pinned", "machine with the h100 is unknown")),
         ("cpu", {}, 8 << 30, ("6.00 GiB of host memory, in a mapped file", "--host-budget allows 8.00 GiB")),
     ],
 )

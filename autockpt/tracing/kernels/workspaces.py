@@ -220,7 +220,7 @@ def _copied_matrices(*names: str) -> Callable[[Argument], int]:
 
 
 def _has_leading_dimension(matrix: Tensor) -> bool:
-    if matrix.layout is not torch.strided:  # which other libraries multiply
+    if matrix.layout is not torch.strided or matrix.dim() < 2:  # which another library multiplies, or none
         return True
     (rows, columns), (down, along) = matrix.size()[-2:], matrix.stride()[-2:]
     return (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))

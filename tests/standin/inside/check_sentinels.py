@@ -88,7 +88,7 @@ def test_a_write_before_backward_is_found_two_steps_later(schedule, kind):
         model(x)
         assert _waits() == before
         standin.synchronize()
-        with raises(RerunMismatch, "blocks.3", "step 8"):
+        with raises(RerunMismatch, "blocks.3", "pass 8"):
             model(x)
 
 

@@ -148,6 +148,7 @@ def test_outputs_kept_until_the_next_forward_are_held_once_after_it() -> None:
         Storage(id=1, bytes=n, birth=2, death=None),
         Storage(id=2, bytes=n, birth=5, death=6),
     )
-    graph = Graph(resident_bytes=n, signatures=("",), ops=tuple(op(i, "forward") for i in range(8)), storages=storages)
+    ops = tuple(op(i, "forward") for i in range(8))
+    graph = Graph(resident_bytes=n, signatures=("",), work=(), ops=ops, storages=storages)
     for cycles in (1, 2, 3):
         assert replay(requests(graph, cycles)).reserved == graph.peak_bytes == 2 * n
