@@ -307,7 +307,8 @@ class KeepingFrame(CheckpointFrame):
         call = KeptCall(scope, function, len(self._sizes))
         self._learning.append(call)  # first, for calls that fail: the unit may go on
         before = self._context.now() if self.checked else None
-        given = [(value, value._version) for value in _given(function, args, kwargs) if type(value) in _PLAIN]
+        plain = (v for v in _given(function, args, kwargs) if type(v) in _PLAIN and not v.is_inference())
+        given = [(value, value._version) for value in plain]
         self._noted = noted = []
         try:
             output = forward(*args, **kwargs)
