@@ -2,9 +2,8 @@
 
 Trials are minutes apart, and what else runs meanwhile can double a step; rounds in which every plan takes its turn do
 not see that. Among many noisy measurements the smallest is too small (the winner's curse): the name goes to the plan
-that wins when all contenders are interleaved, predictions taken into account. Rounds go on for as long as they may pay
-(expected improvement: Mockus 1975; racing: Maron & Moore 1994): a plan that is not expected to be notably faster than
-the leader takes no further part.
+that wins when all contenders are interleaved, predictions taken into account. Rounds go on while what they would tell
+may be worth it (knowledge gradient: Frazier, Powell and Dayanik 2008; racing: Maron & Moore 1994).
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def play(
 ) -> Final:
     """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).
 
-    Rounds go on with the few that may be the fastest, by what was measured and ``expected``, until one is left; at most
-    ``MOST_ROUNDS``, and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed.
+    Rounds go on with the few that a further batch may show to be the fastest, by what was measured and ``expected``; at
+    most ``MOST_ROUNDS``, and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed.
     """
     choices = {t.number: t.choices for t in (*candidates, *extra)}
     times: dict[int, list[float]] = {number: [] for number in choices}
@@ -86,10 +85,18 @@ def play(
         now = time.monotonic()
         end, each = min(end, now + seconds), (now - began) / len(playing)
         final = Final(times, tuple(rivals))
-        rivals = contenders({n: final.seconds(n) for n in rivals}, final.error, expected)
+        rivals = _worth_a_batch(final, expected)
         if len(rivals) == 1 or len(times[rivals[0]]) >= MOST_ROUNDS or now + each * len(rivals) > end:
             return final
         playing = rivals
+
+
+def _worth_a_batch(final: Final, expected: Mapping[int, float]) -> list[int]:
+    """The leader, and those that another batch of rounds may show to be faster by what it would tell."""
+    rounds, error = len(final.times[final.last[0]]), final.error
+    after = error * math.sqrt(rounds / (rounds + BATCH))
+    told = math.sqrt(weighed_error(error, expected) ** 2 - weighed_error(after, expected) ** 2)
+    return _close({n: final.seconds(n) for n in final.last}, expected, error, told)
 
 
 def gain(slower: float, error: float) -> float:
@@ -127,13 +134,15 @@ def contenders(times: Mapping[int, float], error: float, *predictions: Mapping[i
     ``times`` and ``error`` as for ``weighed``, whose fastest by each of the predictions come first. Without any
     expectation, ``{}``, that is the fastest as measured.
     """
-    found = []
-    for expected in predictions:
-        both, within = weighed(times, expected, error), weighed_error(error, expected)
-        best, *others = sorted(both, key=lambda n: both[n])
-        close = (n for n in others if gain(both[n] / both[best] - 1, math.sqrt(2) * within) > WORTH)
-        found.append([best, *close])
+    found = [_close(times, expected, error, weighed_error(error, expected)) for expected in predictions]
     return [n for n in dict.fromkeys(chain.from_iterable(zip_longest(*found))) if n is not None][:FINALISTS]
+
+
+def _close(times: Mapping[int, float], expected: Mapping[int, float], error: float, moves: float) -> list[int]:
+    """The fastest as ``weighed``, and those that would be faster by enough if both were off by ``moves``, a share."""
+    both = weighed(times, expected, error)
+    best, *others = sorted(both, key=lambda n: both[n])
+    return [best, *(n for n in others if gain(both[n] / both[best] - 1, math.sqrt(2) * moves) > WORTH)]
 
 
 def first_rounds(trials: Sequence[Trial]) -> float:
