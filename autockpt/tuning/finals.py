@@ -44,10 +44,15 @@ class Final:
 
     def seconds(self, number: int) -> float:
         """Step seconds of one that took part: by its ratio to one of the last in the rounds that both have, so that all
-        are of the same conditions."""
+        are of the same conditions. Medians, as one disturbed step of few must not move the others' seconds."""
+        base, ours = self.times[self.last[0]], self.times[number]
+        return statistics.median(base) * statistics.median(a / b for a, b in zip(ours, base, strict=False))
+
+    def ratio(self, number: int) -> float:
+        """The same as a multiple of that of one of the last, known within ``error``."""
         base, ours = self.times[self.last[0]], self.times[number]
         both = min(len(ours), len(base))
-        return statistics.median(base) * ratio_interval(ours[:both], base[:both]).value
+        return ratio_interval(ours[:both], base[:both]).value
 
     @property
     def error(self) -> float:
@@ -96,7 +101,7 @@ def _worth_a_batch(final: Final, expected: Mapping[int, float]) -> list[int]:
     rounds, error = len(final.times[final.last[0]]), final.error
     after = error * math.sqrt(rounds / (rounds + BATCH))
     told = math.sqrt(weighed_error(error, expected) ** 2 - weighed_error(after, expected) ** 2)
-    return _close({n: final.seconds(n) for n in final.last}, expected, error, told)
+    return _close({n: final.ratio(n) for n in final.last}, expected, error, told)
 
 
 def gain(slower: float, error: float) -> float:

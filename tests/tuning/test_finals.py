@@ -40,9 +40,15 @@ def finals(noise: Any, seconds_left: float = 60.0) -> tuple[Final, list[tuple[in
 
 def test_finals_go_on_between_those_who_may_win() -> None:
     final, batches = finals(lambda plan, number: 1 + 0.05 * math.sin(7 * plan + 3 * number))
-    assert min(final.last, key=final.seconds) == 1
+    assert min(final.last, key=final.ratio) == 1
     assert batches[0] == (0, 1, 2, 3)
     assert len(batches) > 1 and all(set(batch) == {0, 1} for batch in batches[1:])
+
+
+def test_a_disturbed_step_moves_no_other_plan() -> None:
+    """Neither of the plan by whose rounds the others' seconds are known."""
+    final = Final({0: [1.0, 2.0, 1.0], 1: [1.0] * 3, 3: [1.2] * 3}, (0, 1))
+    assert [final.seconds(n) for n in (0, 1, 3)] == [1.0, 1.0, 1.2]
 
 
 def test_finals_compare_what_ran_side_by_side() -> None:
@@ -55,7 +61,7 @@ def test_finals_end_once_no_rival_may_be_much_faster() -> None:
     """A leader by luck is not named after few rounds; one that may be slower, but by next to nothing, is."""
     unlucky = {0: 1.0, 1: 1.02, 2: 1.012}
     final, batches = finals(lambda plan, number: unlucky.get(number, 1.0) if plan == 1 else 1.0)
-    assert min(final.last, key=final.seconds) == 1 and len(batches) > 1
+    assert min(final.last, key=final.ratio) == 1 and len(batches) > 1
     final, batches = finals(lambda plan, number: (0.99 if plan == 0 else 1.0) * (1 + 0.001 * ((plan + number) % 2)))
     assert len(batches) == 1
 

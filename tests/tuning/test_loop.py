@@ -207,7 +207,7 @@ def test_saving_everything_is_timed_in_the_winners_rounds() -> None:
     for row in (rows["none"].measured, fastest.measured):
         assert row is not None and len(row.times) >= 3
         in_turns = ratio_interval(row.times, ours.times[: len(row.times)])
-        assert row.step_seconds / ours.step_seconds == pytest.approx(in_turns.value)
+        assert row.step_seconds / ours.step_seconds == pytest.approx(in_turns.value, rel=0.03)
 
 
 def test_well_known_plans_follow_the_machines_drift() -> None:

@@ -217,7 +217,7 @@ class Measured(Target):
                 trials.put(trial.model_copy(update={"measured": trial.measured.rescaled(drift)}))
         if swings:
             self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
-        times = weighed({t.number: final.seconds(t.number) for t in candidates}, expected, final.error)
+        times = weighed({t.number: final.ratio(t.number) for t in candidates}, expected, final.error)
         error = min(max(AS_FAST, weighed_error(final.error, expected)), MOST_ERROR)
         named = preferred([trials.all[number] for number in times], times, trials.budget_bytes or 0, error)
         most = min(times.values()) * (1 + error)
