@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from autockpt.checkpointing.divergence import FIRST_CALLS, Schedule, UnitCheck
+from autockpt.checkpointing.divergence import FIRST_CALLS, LONGEST, Schedule, UnitCheck
 from autockpt.checkpointing.module_state import ModuleState
 from autockpt.checkpointing.replay_context import Place, accelerators_of
 
@@ -93,7 +93,9 @@ class CheckpointedUnit:
         key = (self.module.training, *map(_type_of, tensors))
         if (kind := self._kinds.get(key)) is None:
             places = accelerators_of([*tensors, *self.parameters()])
-            kind = self._kinds[key] = CallKind(Schedule(1 if self.is_measured else FIRST_CALLS, self.gap), places)
+            # after many calls so many go unchecked that none of the few measured ones is
+            schedule = Schedule(1, LONGEST) if self.is_measured else Schedule(FIRST_CALLS, self.gap)
+            kind = self._kinds[key] = CallKind(schedule, places)
         return kind
 
     def has_same_modules(self) -> bool:
