@@ -33,9 +33,6 @@ from autockpt.verification import Observation, observe
 from autockpt.workload import Step
 from autockpt.workload.step import unheard
 
-HELD_BYTES = 1 << 30
-"""Of files in which offloaded activations lie, kept between the turns of plans."""
-
 
 @dataclass(eq=False, repr=False)
 class StepRunner:
@@ -146,15 +143,8 @@ class StepRunner:
             session.set_aside()
         with session.for_now():
             yield session
-        if not any(choice.kind in MOVING for choice in (choices or {}).values()) or self._has_room(session.host_bytes):
+        if not any(choice.kind in MOVING for choice in (choices or {}).values()):  # the host has room for one at a time
             self._sessions[key] = session
-
-    def _has_room(self, host_bytes: int) -> bool:
-        """Whether the host may keep so much more of what offloading has claimed, until a plan's next turn: then that
-        need not warm up again, which it does anyhow where an allocator keeps memory."""
-        if self.device.keeps_memory or self.host_budget is not None:
-            return False
-        return host_bytes + sum(session.host_bytes for session in self._sessions.values()) <= HELD_BYTES
 
     def compiling(self, choices: Choices) -> AbstractContextManager[None]:
         """The model's calls are compiled while the block runs, where this runner has a compiler."""

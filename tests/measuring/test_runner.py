@@ -124,7 +124,7 @@ def test_first_calls_are_not_timed_and_one_shows_the_peak():
     offload = dict.fromkeys(RECOMPUTE_ALL, parse_choice("offload"))
     runner.compare({"new": dict(list(RECOMPUTE_ALL.items())[:1])}, rounds=2)
     runner.compare({"moves": offload}, rounds=2)
-    assert beats == ["cycle", "timed cycle", "timed cycle"] * 2
+    assert beats == ["cycle", "timed cycle", "timed cycle", *["cycle", "timed cycle"] * 2]
 
 
 def test_the_peak_equals_the_bytes_of_a_step_by_hand():
@@ -236,10 +236,8 @@ def test_each_plan_makes_optimizer_states_where_memory_is_kept(monkeypatch, keep
     hook.remove()
 
 
-@pytest.mark.parametrize(("held", "each_time"), [(1 << 30, False), (0, True)])
-def test_plans_are_attached_once_but_free_host_memory(monkeypatch, held: int, each_time: bool):
-    """A choice learns its layer once, unless what it holds on the host is too much to keep."""
-    monkeypatch.setattr(runner_module, "HELD_BYTES", held)
+def test_plans_are_attached_once_but_free_host_memory(monkeypatch):
+    """A choice learns its layer once; room on the host is for one plan at a time."""
     made: list[str] = []
 
     def attach(model: nn.Module, choices: Choices, **more: object) -> Session:
@@ -254,10 +252,10 @@ def test_plans_are_attached_once_but_free_host_memory(monkeypatch, held: int, ea
     plans = {kind: dict.fromkeys(names, parse_choice(kind)) for kind in ("recompute", "remake", "offload")}
     times = runner.compare(plans, rounds=3)
     assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(plans, 3)
-    assert Counter(made) == {"recompute": 1, "remake": 1, "offload": 3 if each_time else 1}
+    assert Counter(made) == {"recompute": 1, "remake": 1, "offload": 3}
     assert all("forward" not in module.__dict__ for module in workload.model.modules())
     runner.compare(plans, rounds=2)
-    assert Counter(made) == {"recompute": 1, "remake": 1, "offload": 5 if each_time else 1}
+    assert Counter(made) == {"recompute": 1, "remake": 1, "offload": 5}
 
 
 def test_a_scaler_survives_a_cycle_broken_after_unscaling(monkeypatch):
