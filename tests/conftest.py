@@ -1,10 +1,14 @@
 """What all tests share."""
 
 import gc
+import importlib
 import os
 import signal
-from collections.abc import Iterator
-from typing import Any
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import IO, Any
 
 # Tests run side by side: threads of theirs would only wait for each other's cores, and last bits depend on how many
 # there are. Before torch and NumPy are loaded.
@@ -14,9 +18,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from autockpt.measuring import runner
+from autockpt.measuring import client, runner
+from autockpt.process import Child, close_inherited
 from autockpt.schema import WorkloadSpec, parse_choice
-from autockpt.tracing import crew
+from autockpt.tracing import crew, process
 from autockpt.tracing.process import GhostProcess
 from autockpt.tracing.run import GhostRun
 from tests.accelerator import accelerator  # noqa: F401  a fixture
@@ -61,6 +66,40 @@ def _fork_with_full_caches(*arguments: Any) -> GhostProcess:
 
 
 GhostProcess.fork = _fork_with_full_caches  # type: ignore[method-assign]
+
+
+class _ForkedChild(Child):
+    """Its ``spawn`` forks this process, which has imported what a fresh one would import for three seconds.
+
+    The real one has tests of its own, and stands behind whatever is started as a program.
+    """
+
+    @classmethod
+    def spawn(cls, module: str, *descriptors: int, log: IO[bytes], environment: Mapping[str, str]) -> Child:
+        def start(theirs: Connection) -> int:
+            if pid := os.fork():
+                return pid
+            try:
+                os.setsid()
+                close_inherited()
+                with open(os.devnull) as nothing:
+                    os.dup2(nothing.fileno(), 0)
+                for number, name in ((1, "stdout"), (2, "stderr")):
+                    os.dup2(log.fileno(), number)
+                    setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115  as long as it runs
+                os.environ.clear()
+                os.environ.update(environment)
+                sys.path[:0] = os.getcwd(), *environment["PYTHONPATH"].split(os.pathsep)
+                importlib.import_module(module).main(theirs.fileno(), *descriptors)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+
+        return cls(start, leads=True)
+
+
+client.Child = process.Child = _ForkedChild  # type: ignore[misc]
 
 # Tests make many objects and few cycles: the collector would look through them for a twentieth of their time.
 gc.set_threshold(1_000_000)
