@@ -147,19 +147,14 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
     ``payload["within"]`` seconds.
     """
     began, within = time.monotonic(), payload.get("within", math.inf)
-    choices = parse_choices(payload["choices"])
     device = runner.device.torch_device
-    with runner.attached(choices):
+    with runner.attached(parse_choices(payload["choices"])):
         runner.run_cycle()
         if (2 + TIMED_SLOWER) * (time.monotonic() - began) > within:
             return {}
         plain = runner.time_cycle()
-        timer = OpTimer(device, runner.barrier)
-        with uncompiled(), timer:
-            runner.run_cycle(mark=timer.mark)
-        timer.finish()
-        runner.beat(TIMED_OPS)
-    optimizer, seconds = sum(timer.seconds.pop("", ())), timer.seconds
+        seconds = _seconds_of_ops(runner)
+    optimizer = sum(seconds.pop("", ()))
     kernels = sum(map(sum, seconds.values()))
     residue = (plain - kernels - optimizer) / max(1, sum(map(len, seconds.values())))
     size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
@@ -168,7 +163,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
     if payload.get("disk"):
         disk = by_transport(device, DISK_PROBE_BYTES, 1, runner.device.synchronize, "disk")
     return {
-        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "seconds": _medians(seconds),
         "optimizer_seconds": optimizer,
         "host_seconds": max(0.0, residue),
         "copy_out_bandwidth": out,
@@ -178,6 +173,28 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         "context_bytes": runner.device.describe().overhead_bytes,
         "workspaces": kept_workspaces(device),
     }
+
+
+def measure_more_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds per signature of a cycle with other ``payload["choices"]``, and nothing else."""
+    with runner.attached(parse_choices(payload["choices"])):
+        runner.run_cycle()
+        seconds = _seconds_of_ops(runner)
+    return _medians(seconds)
+
+
+def _seconds_of_ops(runner: StepRunner) -> dict[str, list[float]]:
+    """By signature the seconds of every op of a cycle, by "" those of its optimizer phase."""
+    timer = OpTimer(runner.device.torch_device, runner.barrier)
+    with uncompiled(), timer:
+        runner.run_cycle(mark=timer.mark)
+    timer.finish()
+    runner.beat(TIMED_OPS)
+    return timer.seconds
+
+
+def _medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def memory_of_others(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +251,7 @@ def store(times: OpTimes, workload: str) -> None:
     path = _path(times.environment, workload)
     known = _read(path)
     with suppress(OSError):
-        atomic_write(path, (times if known is None else times.completed(known)).model_dump_json(), parents=True)
+        atomic_write(path, (times if known is None else times.completed(known.seconds)).model_dump_json(), parents=True)
 
 
 def forget(environment: Environment, workload: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from autockpt.cost.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
 from autockpt.cost.menus import (
@@ -208,26 +208,24 @@ def measure_op_times(
     if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
         return known, {}
 
-    def timed(choices: Mapping[str, Choice], disk: bool = False) -> OpTimes | None:
-        if (seconds := left()) <= 0:
-            return None
-        payload = {"choices": dump_choices(choices), "disk": disk}
-        if math.isfinite(seconds):
-            payload["within"] = seconds
-        with beats_counted(runs, listener, TIMED_OPS):
-            found = runs.call("autockpt.cost.op_times:measure_in_runner", payload)
-        return OpTimes(environment=runs.environment, **found) if found else None
-
     # a plain head may be what does not fit
     first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
     listener.stage("time single ops", 1 + len(others))
-    if (times := timed({**lean, **first}, disk)) is None:
-        return None, {}
-    for choices in others:
-        with suppress(DeviceOutOfMemory):
-            if (more := timed({**lean, **choices})) is None:
+    seconds = left()
+    payload: dict[str, Any] = {"choices": dump_choices({**lean, **first}), "disk": disk}
+    if math.isfinite(seconds):
+        payload["within"] = seconds
+    with beats_counted(runs, listener, TIMED_OPS):
+        found = runs.call("autockpt.cost.op_times:measure_in_runner", payload) if seconds > 0 else {}
+        if not found:
+            return None, {}
+        times = OpTimes(environment=runs.environment, **found)
+        for choices in others:
+            if left() <= 0:
                 return times, {}
-            times = times.completed(more)
+            with suppress(DeviceOutOfMemory):
+                more = {"choices": dump_choices({**lean, **choices})}
+                times = times.completed(runs.call("autockpt.cost.op_times:measure_more_in_runner", more))
     graphs = {kind: graph for kind, (_, graph) in uniform.items()}
     fitting = {kind: choices for kind, (choices, graph) in allowed.items() if graph.peak_bytes <= room}
     anchors = {kind: fitting[kind] for kind in ANCHORS if kind in fitting}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pydantic import Field
 
@@ -74,9 +74,9 @@ class OpTimes(Data):
         device = self.environment.device
         return device.model_copy(update={"overhead_bytes": max(device.overhead_bytes, self.context_bytes)})
 
-    def completed(self, other: OpTimes) -> OpTimes:
-        """These, with the seconds of those ops that only ``other`` knows."""
-        return self.model_copy(update={"seconds": other.seconds | self.seconds})
+    def completed(self, seconds: Mapping[str, float]) -> OpTimes:
+        """These, with the ``seconds`` of ops that are not among them."""
+        return self.model_copy(update={"seconds": {**seconds, **self.seconds}})
 
 
 class Profile(Data):

@@ -107,7 +107,7 @@ class Traced:
         """Op times of described hardware. What a region that runs again costs is read off whole layers."""
         parts = [graph for name, (_, graph) in self.uniform.items() if name in IN_TILES]
         times = roofline_times(hardware, [graph for graph in self.graphs if all(graph is not part for part in parts)])
-        return times.completed(roofline_times(hardware, [*parts, *self.of_heads]))
+        return times.completed(roofline_times(hardware, [*parts, *self.of_heads]).seconds)
 
     def cost_model(self, times: OpTimes, *, needs: MemoryModel | None = None, **more: Any) -> CostModel:
         """What choices cost by these op times; ``needs`` and ``more`` as for ``build_profile``."""
