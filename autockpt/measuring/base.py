@@ -15,7 +15,7 @@ from autockpt.schema.trial import Measurement
 Choices = Mapping[str, Choice]
 TIMED_CYCLE = "timed cycle"
 """The beat after each cycle that was timed."""
-SECONDS_PER_PLAN = 2.0
+SECONDS_PER_PLAN = 1.5
 """Of timed cycles, at least three and at most ten of them."""
 
 
