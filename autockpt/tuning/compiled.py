@@ -33,7 +33,7 @@ from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.infeasible import SMALLER, out_of_memory
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.targets.base import Prepared
-from autockpt.tuning.targets.measured import FINALS_SHARE, Measured, in_finals
+from autockpt.tuning.targets.measured import FINALS_SHARE, Measured, saving_everything
 from autockpt.tuning.trials import Candidate, Plans, Score, Trials
 
 IN_GRAPHS = ("save", "recompute", "selective")
@@ -94,7 +94,7 @@ class Compiled(Measured):
         """What the finals take, plans of an earlier run compiled first; nothing before the two first plans."""
         if self.clock.timeout is None or len(trials.all) < 2:  # they say what the budget is
             return 0.0
-        contest = [*self._finalists(trials), *in_finals(known)]
+        contest = [*self._finalists(trials), *saving_everything(known)]
         compiling = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
         return min(first_rounds(contest) * 2 + compiling, FINALS_SHARE * self.clock.timeout)
 

@@ -1,4 +1,4 @@
-"""The finals: the best few plans are measured again, interleaved with the baselines, before one is named.
+"""The finals: the best few plans are measured again, interleaved with saving everything, before one is named.
 
 Trials are minutes apart, and what else runs meanwhile can double a step; rounds in which every plan takes its turn do
 not see that. Among many noisy measurements the smallest is too small (the winner's curse): the name goes to the plan
@@ -25,8 +25,6 @@ WORTH = 0.001  # of the step: plans that are expected to be faster than the best
 EXPECTED_WITHIN = 0.01  # one standard deviation of predicted ratios of step times, as a share
 BATCH = 3
 MOST_ROUNDS = 15
-SWITCHING = 1.25
-"""What a cycle of the finals takes on top of its step: interleaved plans are attached and removed each time."""
 
 Choices = Mapping[str, Choice]
 
@@ -152,7 +150,7 @@ def _close(times: Mapping[int, float], expected: Mapping[int, float], error: flo
 
 def first_rounds(trials: Sequence[Trial]) -> float:
     """Seconds that the first rounds of the finals take, all or nothing: a cycle to warm up and a timed one each."""
-    return SWITCHING * 2 * BATCH * sum(t.score_seconds for t in trials if t.measured is not None)
+    return 2 * BATCH * sum(t.score_seconds for t in trials if t.measured is not None)
 
 
 def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:

@@ -143,7 +143,7 @@ class Measured(Target):
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
         """What the first rounds of the finals take."""
-        contest = [*self._finalists(trials), *in_finals(known)]
+        contest = [*self._finalists(trials), *saving_everything(known)]
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
@@ -165,12 +165,12 @@ class Measured(Target):
     def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
         """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
 
-        Where ``seconds`` are too few for the first rounds, fewer well-known plans take part; where they are too few for
-        the best alone, that is the best as it was tried.
+        Saving everything takes part as well, for overheads are said over it: where ``seconds`` are too few for its
+        first rounds it does not; where they are too few for the best alone, that is the best as it was tried.
         """
-        compared, finalists = in_finals(known), self._finalists(trials)
-        while compared and first_rounds([*finalists, *compared]) > seconds:
-            compared.pop(0)
+        compared, finalists = saving_everything(known), self._finalists(trials)
+        if first_rounds([*finalists, *compared]) > seconds:
+            compared = []
         seconds -= first_rounds([*finalists, *compared])
         if seconds <= 0:
             self.notes.append("The time limit left no room to measure the best plans interleaved.")
@@ -190,9 +190,9 @@ class Measured(Target):
     ) -> Trial:
         """The plan that wins the interleaved rounds; the times of the finals go into all trials that took part.
 
-        Well-known plans that fit may win as well. Those that did not take part are rescaled: they were measured one
-        after the other, so that their ratios to saving everything hold while the machine drifts. Of plans whose steps
-        cannot be told apart the preferred one wins.
+        Well-known plans that did not take part are rescaled: they were measured one after the other, so that their
+        ratios to saving everything hold while the machine drifts. Of plans whose steps cannot be told apart the
+        preferred one wins.
         """
         playing = {t.number for t in finalists}
         others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
@@ -256,11 +256,9 @@ class Measured(Target):
         return trials.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
 
 
-def in_finals(known: Sequence[Trial]) -> list[Trial]:
-    """Of the well-known plans: saving everything, and the fastest other one that fits."""
-    none = [trial for trial in known if trial.measured is not None and trial.name == NONE]
-    others = (trial for trial in known if trial.feasible is not False and trial not in none)  # None: not known yet
-    return none + sorted(others, key=lambda trial: trial.score_seconds)[:1]
+def saving_everything(known: Sequence[Trial]) -> list[Trial]:
+    """That plan, where it was measured."""
+    return [trial for trial in known if trial.measured is not None and trial.name == NONE]
 
 
 def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) -> CostModel:
