@@ -6,6 +6,7 @@ may write into a dict or list that it was given. Other objects are passed as the
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import tree_flatten  # torch has no public one
 
+from autockpt.checkpointing.kv_cache import cache_type, tensors_in
 from autockpt.errors import AutockptError, InPlaceError
 
 # torch has no public question for the hooks on saved tensors that a user has set
@@ -40,15 +42,23 @@ class _Tree(NamedTuple):
     spec: Any
 
 
+class _Cache(NamedTuple):
+    """A KV cache as it was, with what stands for its tensors in their place."""
+
+    before: Any
+    positions: list[_TensorAt]
+
+
 def holders(tensor: torch.Tensor) -> int:
     """How many tensors are on the memory of one, itself included, in Python or held by PyTorch."""
     return 1 + _use_count(tensor.untyped_storage()._cdata) - _use_count(_ALONE.untyped_storage()._cdata)
 
 
-def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Any:
+def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Generator] | None = None) -> Any:
     """The template of ``value``. Tensors and random generators in it are appended to the lists.
 
-    A tensor that occurs twice gets one position: attention asks whether its query is its key.
+    A tensor that occurs twice gets one position: attention asks whether its query is its key. Without ``generators``
+    nothing is to run again, and KV caches are passed as they are. Raises RuntimeError for one that cannot be copied.
     """
     kind = type(value)
     if issubclass(kind, torch.Tensor):
@@ -67,9 +77,12 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
         return {key: part if type(part) in _PLAIN else flatten(part, tensors, generators) for key, part in items}
     if kind in _PLAIN:
         return value
-    if kind is torch.Generator:
+    if generators is not None and kind is torch.Generator:
         generators.append(value)
         return value
+    if generators is not None and isinstance(value, cache_type()):
+        places = {id(tensor): flatten(tensor, tensors) for tensor in tensors_in(value)}
+        return _Cache(copy.deepcopy(value, dict(places)), [*places.values()])
     leaves, spec = tree_flatten(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return _Tree([flatten(leaf, tensors, generators) for leaf in leaves], spec)
@@ -80,7 +93,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in ``value``, each once and in order; of what holds itself, those before it does."""
     tensors: list[torch.Tensor] = []
     with suppress(RecursionError):
-        flatten(value, tensors, [])
+        flatten(value, tensors)
     return tensors
 
 
@@ -95,6 +108,8 @@ def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
         return {key: part if type(part) in _PLAIN else unflatten(part, tensors) for key, part in template.items()}
     if kind is _Tree:
         return template.spec.unflatten([unflatten(leaf, tensors) for leaf in template.leaves])
+    if kind is _Cache:
+        return copy.deepcopy(template.before, {id(place): tensors[place] for place in template.positions})
     return template
 
 

@@ -101,7 +101,9 @@ class CheckpointFrame:
             self._versions = [parameter._version for parameter in parameters if parameter is not None]
             self._context = ReplayContext(kind.places, generators, late is not None or unit.draws_in_python)
         except RuntimeError as error:
-            if isinstance(error, RecursionError) or any(word in str(error) for word in ("nference", "capture")):
+            if isinstance(error, RecursionError) or any(
+                word in str(error) for word in ("nference", "capture", "KV cache")
+            ):
                 raise _unreadable(error, unit.name) from error
             raise
         self._trains = [tensor.requires_grad for tensor in live]
@@ -375,5 +377,6 @@ def _unreadable(error: RuntimeError, unit: str) -> ConflictError:
     return ConflictError(
         f"what {unit} is given, or the random state, cannot be held for backward: {error}",
         remedy=f"Use `save` on {unit}. Tensors that are made under torch.inference_mode (make them under "
-        "torch.no_grad), containers that hold themselves and CUDA graphs that are being captured do this.",
+        "torch.no_grad), KV caches (other than a DynamicCache that is not offloaded), containers that hold themselves "
+        "and CUDA graphs that are being captured do this.",
     )

@@ -433,7 +433,7 @@ def _lazies(tree: Any) -> list[LazyLogits]:
 
 def _real(tree: Any, name: str) -> Any:
     tensors: list[Tensor] = []
-    template = flatten(tree, tensors, [])
+    template = flatten(tree, tensors)
     why = f"because {name} reads them"
     return unflatten(template, [t._source.whole(why) if isinstance(t, LazyLogits) else t for t in tensors])
 

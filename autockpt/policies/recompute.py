@@ -15,7 +15,6 @@ from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled
 from autockpt.policies.compiling import claim, outside_graphs, run_as_it_is, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
-from autockpt.policies.kv_cache import with_caches, without_caches
 from autockpt.policies.saving import keep_identity
 from autockpt.policies.tiles import attach_tiles
 
@@ -53,10 +52,6 @@ class RecomputeState(Attachment):
     def new_unit(self, module: nn.Module) -> CheckpointedUnit:
         """See ``Attachment``."""
         return CheckpointedUnit(self.unit, module, self.check)
-
-    def call_with_caches(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """The forward that stands behind this, with a KV cache of its own in each run."""
-        return call_inner(module, self, *with_caches(args, kwargs))
 
 
 def attach_recompute(unit: PlannedUnit, session: Session) -> None:
@@ -105,10 +100,7 @@ run_as_it_is(recompute_in_graph)
 
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The unit's forward, recomputed in backward. Errors as ``run_recomputed``."""
-    forward = inner_of(module, state)
-    if (exchanged := without_caches(state.unit, args, kwargs)) is not None:
-        (args, kwargs), forward = exchanged, functools.partial(state.call_with_caches, module)
-    frame = state.frame(state.as_it_is_now(module), forward, args, kwargs, state.turn)
+    frame = state.frame(state.as_it_is_now(module), inner_of(module, state), args, kwargs, state.turn)
     try:
         return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autockpt.checkpointing.divergence import DivergenceCheck, Mode
+from autockpt.checkpointing.kv_cache import DROPPED, holds_cache, parameter_names
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
 from autockpt.interpreter import with_room
@@ -27,7 +28,6 @@ from autockpt.policies.base import (
 from autockpt.policies.check_report import sentinels_of
 from autockpt.policies.conflicts import refuse_lazy, refuse_native, refuse_wrappers, with_switches
 from autockpt.policies.gathered import keep_gathered
-from autockpt.policies.kv_cache import DROPPED, holds_cache, parameter_names
 from autockpt.schema.choices import Choice
 from autockpt.schema.names import ancestors, check_nesting
 from autockpt.schema.plan import CompileMode
@@ -242,13 +242,6 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
         args = (*args[:place], False, *args[place + 1 :])
     else:
         kwargs = {**kwargs, "use_cache": False}
-    if asked and not state.warned:
-        state.warned = True
-        warnings.warn(
-            "use_cache=True is switched off while gradients are enabled and an autockpt plan is applied: "
-            "the outputs hold no past_key_values.",
-            stacklevel=4,
-        )
     if compiling:
         return call_inner(module, state, args, kwargs)
     wanted = asked or (asked is None and getattr(getattr(module, "config", None), "use_cache", False))

@@ -14,8 +14,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from autockpt.checkpointing.kv_cache import DroppedCache
 from autockpt.policies import POLICIES
-from autockpt.policies.kv_cache import DroppedCache
 from autockpt.runtime import attach, remove
 from autockpt.schema.choices import CHOICE_TYPES, Choice, choice_kinds, parse_choice
 from tests.device import DEVICE

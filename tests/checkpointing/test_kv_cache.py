@@ -1,4 +1,3 @@
-import warnings
 import weakref
 from typing import Any
 
@@ -92,10 +91,8 @@ def test_training_in_chunks_with_a_cache_of_the_users(name, make, kind):
 @pytest.mark.parametrize("switched_on", [{}, {"use_cache": True}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_a_cache_that_was_not_kept_is_refused_where_it_is_used(name, switched_on, kind):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "use_cache=True is switched off")
-        with raises(ConflictError, "KV cache") as caught:
-            in_chunks(MODELS[name](), kind, None, **switched_on)
+    with raises(ConflictError, "KV cache") as caught:
+        in_chunks(MODELS[name](), kind, None, **switched_on)
     assert "past_key_values=DynamicCache()" in caught.value.remedy
 
 
