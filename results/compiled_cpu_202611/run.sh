@@ -4,7 +4,7 @@
 # pip install -c constraints.txt -e . and a C++ compiler.
 set -eu
 export OMP_NUM_THREADS=1
-python -m tests.evidence.bench --model llama-small --device cpu --budgets 45%,60%,75% --rounds 12 --most-rounds 40 \
+python -m tests.evidence.bench --model llama-small --device cpu --budgets 45%,60%,75% --rounds 12 --most-rounds 24 \
     --peers 'torch.compile,recompute all compiled,autockpt compiled layers' --out results/compiled_cpu_202611/page.md
 # plans for the model as one graph beside plans of layers
 python -m tests.evidence.bench --model llama-small --device cpu --budgets 60%,75% --rounds 12 --most-rounds 30 \
