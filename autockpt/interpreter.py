@@ -1,4 +1,7 @@
-"""What is done to the Python interpreter itself: room for its frames, its garbage collector, signals and forks."""
+"""Changes to the Python process that end with a block: attributes, garbage collection, signal handlers; and safe forks.
+
+They know nothing of autockpt, so every package may use them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _ROOM = 1 << 17  # words: with frames as large as this one a chunk has a MiB to 
 
 
 def with_room(function: Callable[[], Result]) -> Result:
-    """What ``function`` returns, called where the frames of all that it calls lie side by side.
+    """Call ``function`` where the interpreter frames of all its calls lie side by side; return its result.
 
     CPython keeps frames in chunks of 16 KiB, and maps a new one from the system whenever a call goes past the end of
     the last, only to unmap it when that call returns. A loop which happens to run at such a depth spends more time in
@@ -29,19 +32,30 @@ def with_room(function: Callable[[], Result]) -> Result:
 with_room.__code__ = with_room.__code__.replace(co_stacksize=_ROOM)
 
 
+@contextmanager
+def patched(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute of ``target`` another value for the block. An attribute that was missing is None afterwards."""
+    before = getattr(target, name, None)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)
+
+
 # CPython 3.12, and no other version, puts objects that never die aside in each collection: 375 with all of PyTorch and
-# transformers imported. Who freezes what lives on freezes hundreds of thousands.
+# transformers imported. A program that freezes its own objects freezes hundreds of thousands.
 _NEVER_DIE = 5_000
 
 
-def frozen() -> bool:
-    """Whether somebody in this process keeps objects frozen (``gc.freeze``)."""
+def has_frozen_objects() -> bool:
+    """Whether this process keeps objects of its own frozen (``gc.freeze``)."""
     return gc.get_freeze_count() > _NEVER_DIE
 
 
 @contextmanager
-def waiting() -> Iterator[bool]:
-    """No collection within the block. Gives whether there is any without it."""
+def collection_paused() -> Iterator[bool]:
+    """Pause garbage collection for the block. Yields whether it was enabled before."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -52,8 +66,8 @@ def waiting() -> Iterator[bool]:
 
 
 @contextmanager
-def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Other handlers for signals within the block; only the main thread ever gets any."""
+def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Install signal handlers for the block. Does nothing outside the main thread, which alone receives signals."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items() if main}
     try:
@@ -64,15 +78,15 @@ def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def held_back(numbers: Iterable[signal.Signals]) -> Iterator[list[signal.Signals]]:
-    """Signals that come within the block are in the list that it is given, and are handled after it.
+def signals_deferred(numbers: Iterable[signal.Signals]) -> Iterator[list[signal.Signals]]:
+    """Defer signals until the end of the block, and yield the list of those that arrived so far.
 
-    A handler that was installed outside of Python could not be put back, and is left alone.
+    A handler that was installed outside of Python cannot be restored, so such a signal is not deferred.
     """
     came: list[signal.Signals] = []
     ours = [number for number in numbers if signal.getsignal(number) is not None]
     try:
-        with handling(dict.fromkeys(ours, lambda number, frame: came.append(signal.Signals(number)))):
+        with signal_handlers(dict.fromkeys(ours, lambda number, frame: came.append(signal.Signals(number)))):
             yield came
     finally:
         for number in came:
@@ -84,7 +98,7 @@ def fork() -> int:
 
     Python runs hooks before it returns from a fork, and drops what a handler raises in one: the signal would be lost.
     """
-    with held_back((signal.SIGINT, signal.SIGTERM)) as came:
+    with signals_deferred((signal.SIGINT, signal.SIGTERM)) as came:
         pid = os.fork()
         if not pid:
             came.clear()

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autockpt.errors import AutockptError, InfeasibleError, without_passwords
-from autockpt.interpreter import handling
+from autockpt.interpreter import signal_handlers
 from autockpt.process import own_rank
 from autockpt.schema.sizes import format_bytes
 from autockpt.terminal import console
@@ -89,7 +89,7 @@ def _noting(interrupts: list[int]) -> Iterator[None]:
         signal.default_int_handler(number, frame)
 
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    with handling({number: note for number, handler in usual.items() if signal.getsignal(number) is handler}):
+    with signal_handlers({number: note for number, handler in usual.items() if signal.getsignal(number) is handler}):
         yield
 
 
@@ -106,7 +106,7 @@ _AGAIN = "The same command begins again."
 
 def _interrupted(as_json: bool, code: int, kept: bool) -> int:
     # a second Ctrl-C does not lose the message
-    with handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+    with signal_handlers({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
         said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
         return _say(said, _KEPT if kept else _AGAIN, as_json, code)
 

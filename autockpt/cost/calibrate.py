@@ -25,11 +25,11 @@ from autockpt.cost.op_times import OpTimer, by_transport, keep_busy
 from autockpt.devices import Device, get_device
 from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import MeasurementError
+from autockpt.interpreter import patched
 from autockpt.measuring import StepRunner, WorkerMeasurer
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.failures import letting_go
 from autockpt.measuring.turns import turn
-from autockpt.policies.base import setting
 from autockpt.runtime import attach
 from autockpt.schema.base import first_violation
 from autockpt.schema.choices import RECOMPUTE, Choice
@@ -198,7 +198,7 @@ def _products(clock: Stopwatch, dtypes: Sequence[str], shapes: Sequence[tuple[in
         for number, (m, k, n) in enumerate(shapes):
             kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
             a, b = torch.randn(m, k, device=clock.device).to(kind), torch.randn(k, n, device=clock.device).to(kind)
-            with setting(torch.backends.cuda.matmul, "allow_tf32", dtype == "tf32"):
+            with patched(torch.backends.cuda.matmul, "allow_tf32", dtype == "tf32"):
                 found.append(Product(dtype, (m, k, n), clock.seconds(lambda a=a, b=b: torch.mm(a, b))))
             if not number and found[-1].seconds * SLOW_SHARE > found[0].seconds:
                 break

@@ -13,7 +13,7 @@ from typing import Protocol
 from autockpt.checkpointing.fingerprint import TABLE_BYTES
 from autockpt.cost.step import Simulation, simulate
 from autockpt.devices import host_bytes_of
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, OpTimes, Prediction, plan_hash
 from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
@@ -72,7 +72,7 @@ class Predictor:
 
     def watched(self, listener: Listener) -> AbstractContextManager[None]:
         """Within it ``listener`` sees each ghost run that is asked for pass, as a step of its stage."""
-        return setting(self, "_listener", listener)
+        return patched(self, "_listener", listener)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Begin with plans that will be asked for."""

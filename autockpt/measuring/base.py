@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.schema.choices import Choice
 from autockpt.schema.device import Environment
 from autockpt.schema.request import Listener
@@ -68,4 +68,4 @@ def cycles_to_time(seconds: float) -> int:
 
 def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> AbstractContextManager[None]:
     """Within it the listener sees every beat of this ``word`` as a step of its stage."""
-    return setting(measurer, "beat", lambda said: listener.advance() if said == word else None)
+    return patched(measurer, "beat", lambda said: listener.advance() if said == word else None)

@@ -12,9 +12,9 @@ from typing import Any
 
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, TimeLimitReached, how_it_ended
+from autockpt.interpreter import patched
 from autockpt.measuring.base import Measurer
 from autockpt.measuring.local import refuse_many_processes
-from autockpt.policies.base import setting
 from autockpt.process import Child, ChildDied, ChildSilent, child_environment, last_lines
 from autockpt.schema.device import Environment
 from autockpt.schema.plan import CompileMode
@@ -76,7 +76,7 @@ class WorkerMeasurer(Measurer):
 
         Else the worker is ended, in the middle of what it does, with TimeLimitReached.
         """
-        return setting(self, "_deadline", min(self._deadline, time.monotonic() + seconds))
+        return patched(self, "_deadline", min(self._deadline, time.monotonic() + seconds))
 
     def rest(self) -> None:
         """Give the device back: end the worker until the next request, which starts a new one."""

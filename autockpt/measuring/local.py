@@ -12,7 +12,7 @@ import torch
 
 from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
-from autockpt.interpreter import held_back
+from autockpt.interpreter import signals_deferred
 from autockpt.measuring.base import Measurer
 from autockpt.measuring.compiled import Compiler
 from autockpt.measuring.environment import environment_of
@@ -48,7 +48,7 @@ class LocalMeasurer(Measurer):
         self._runner = StepRunner(workload, self._device, host_budget=host_budget, compiler=compiler)
         self._snapshot: Snapshot | None = None
         try:
-            with held_back([signal.SIGINT]):
+            with signals_deferred([signal.SIGINT]):
                 self._snapshot = Snapshot(workload)
                 self._device.release()
         except BaseException:  # a Ctrl-C that waited comes here, and nobody else will close this
@@ -71,7 +71,7 @@ class LocalMeasurer(Measurer):
 
     def close(self) -> None:
         """Restore the user's state. The second call does nothing."""
-        with held_back([signal.SIGINT]):
+        with signals_deferred([signal.SIGINT]):
             snapshot, self._snapshot = self._snapshot, None
             if snapshot is not None:
                 self._device.release()

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from autockpt.devices import get_device, make_current
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, RanksError
-from autockpt.interpreter import handling, held_back
+from autockpt.interpreter import signal_handlers, signals_deferred
 from autockpt.measuring.base import Choices, Measurer
 from autockpt.measuring.local import LocalMeasurer
 from autockpt.measuring.statistics import noise
@@ -118,7 +118,7 @@ def leave_together() -> None:
     until = time.monotonic() + ENDING
     with (
         suppress(RuntimeError, MeasurementError),
-        handling({signal.SIGTERM: lambda number, frame: ended.append(number)}),
+        signal_handlers({signal.SIGTERM: lambda number, frame: ended.append(number)}),
     ):
         join()
         store = distributed.distributed_c10d._get_default_store()
@@ -240,7 +240,7 @@ class Ranks(Measurer):
     def serve(self) -> Any:
         """Take steps as the first rank asks for them, until its search is over; its answer. Raises its error."""
         # whether to go on is the first rank's to say; when it is gone its connections are closed
-        with handling({signal.SIGINT: signal.SIG_IGN}), held_back([signal.SIGTERM]):
+        with signal_handlers({signal.SIGINT: signal.SIG_IGN}), signals_deferred([signal.SIGTERM]):
             while True:
                 verb, asked = self._broadcast(None)
                 if verb == "end":
@@ -306,7 +306,7 @@ class Ranks(Measurer):
         """Results by rank of what is done on all ranks. Raises the error of the rank that failed first."""
         if self._broken is not None:
             raise self._broken
-        with held_back((signal.SIGINT, signal.SIGTERM)):  # all ranks end what they have begun
+        with signals_deferred((signal.SIGINT, signal.SIGTERM)):  # all ranks end what they have begun
             self._broadcast((verb, asked))
             everyone = self._take_part(verb, asked)
         failed = [(told["at"], rank, told["error"]) for rank, told in enumerate(everyone) if "error" in told]

@@ -18,7 +18,7 @@ from torch import Tensor
 from autockpt.devices import Device, Peak, random_states
 from autockpt.devices.streams import pinned_memory_kept
 from autockpt.errors import MeasurementError
-from autockpt.interpreter import frozen, waiting
+from autockpt.interpreter import collection_paused, has_frozen_objects
 from autockpt.measuring.base import TIMED_CYCLE, Choices
 from autockpt.measuring.compiled import SETTLING, Compiler
 from autockpt.measuring.failures import letting_go
@@ -318,7 +318,7 @@ class Freezer:
     """
 
     def __init__(self) -> None:
-        self._ours = not frozen()
+        self._ours = not has_frozen_objects()
 
     def freeze(self) -> None:
         """Put aside all that is alive. To be called after a collection, or garbage would be put aside as well."""
@@ -335,5 +335,5 @@ class Freezer:
 def garbage_held() -> Iterator[None]:
     """Collect now and not again until the end: a collection inside a timed cycle would be measured with it."""
     gc.collect()
-    with waiting():
+    with collection_paused():
         yield

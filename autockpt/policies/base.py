@@ -300,17 +300,6 @@ def modules_named(unit: PlannedUnit, names: Sequence[str], what: str, *, called:
     return {name: inside[name] for name in names}
 
 
-@contextmanager
-def setting(place: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of ``place``, None where it is not there, has this value inside, and afterwards the one before."""
-    outer = getattr(place, name, None)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        setattr(place, name, outer)
-
-
 def is_library(cls: type) -> bool:
     """Whether a class is PyTorch's or that of a library around it, and not the user's own."""
     return cls.__module__.partition(".")[0] in _LIBRARIES

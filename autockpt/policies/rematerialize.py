@@ -24,6 +24,7 @@ from autockpt.checkpointing.op_table import Overload, is_attention, kind_of
 from autockpt.checkpointing.recorded_call import RecordedCall, RecordedUnit
 from autockpt.checkpointing.replay_context import autocast_depth
 from autockpt.errors import ConflictError
+from autockpt.interpreter import patched
 from autockpt.policies.base import (
     Attachment,
     PlannedUnit,
@@ -32,7 +33,6 @@ from autockpt.policies.base import (
     inner_of,
     is_enabled,
     modules_named,
-    setting,
 )
 from autockpt.policies.compiling import compiled_by, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
@@ -110,7 +110,7 @@ class Learnt:
 def recipes_known(known: dict[Any, RecordedUnit]) -> AbstractContextManager[None]:
     """Go by ``known`` inside, and add to it what is learnt: for plans that are traced one after the other. One
     recording of each unit is enough, and none is compared with a later one."""
-    return setting(Learnt, "units", known)
+    return patched(Learnt, "units", known)
 
 
 class RemakeState(Attachment):

@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autockpt.errors import UsageError
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.tracing.kernels.operators import COPY_IN, WAITS, Operator
 from autockpt.tracing.storages import StorageLog
 from autockpt.workload.sharding import in_a_group
@@ -66,13 +66,13 @@ def sharded_as_ghosts(log: StorageLog) -> Iterator[None]:
             module = sys.modules.get(f"torch.distributed.fsdp._fully_shard.{name}")
             for function, noted in (("free_storage", log.free), ("alloc_storage", log.refill)):
                 if hasattr(module, function):
-                    stack.enter_context(setting(module, function, _resized(noted, getattr(module, function))))
+                    stack.enter_context(patched(module, function, _resized(noted, getattr(module, function))))
         if (ddp := sys.modules.get("torch.nn.parallel.distributed")) is not None:
             # its reducer starts collectives of its own, unless no forward of DDP's has announced a backward
-            stack.enter_context(setting(ddp.DistributedDataParallel, "forward", _forward_inside))
+            stack.enter_context(patched(ddp.DistributedDataParallel, "forward", _forward_inside))
         if (rules := sys.modules.get("torch.distributed.tensor._sharding_prop")) is not None:
             owner, name = rules.ShardingPropagator, "_propagate_tensor_meta_non_cached"
-            stack.enter_context(setting(owner, name, _disable_current_modes()(getattr(owner, name))))
+            stack.enter_context(patched(owner, name, _disable_current_modes()(getattr(owner, name))))
         yield
 
 

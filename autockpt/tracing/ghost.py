@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autockpt.errors import GhostError
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.tracing.collectives import answer, sharded_as_ghosts
 from autockpt.tracing.kernels.cuda_kernels import CUDA_ONLY, Capability, cuda_kernels, fused_dropout, fuses_dropout
 from autockpt.tracing.kernels.operators import leaves
@@ -67,9 +67,9 @@ class GhostMode(Recorder):
         kernels = fused_dropout() if fuses_dropout(self.device_kind) else nullcontext()
         if self.capability is not None:
             # what is made for a kernel of CUDA's alone is a ghost, whatever it is made of: nobody asks for its values
-            kernels = cuda_kernels(self.capability, lambda: setting(self, "_values_matter", False))
+            kernels = cuda_kernels(self.capability, lambda: patched(self, "_values_matter", False))
         sharded = sharded_as_ghosts(self.log)
-        with setting(Tensor, "tolist", tolist), no_launches(), sharded, super().recording(), kernels:
+        with patched(Tensor, "tolist", tolist), no_launches(), sharded, super().recording(), kernels:
             yield self
 
     def allocate(self, nbytes: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autockpt.errors import GhostError
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.tracing.ghost import GhostMode
 from autockpt.workload import Step
 from autockpt.workload.storages import nested_tensors
@@ -120,10 +120,10 @@ def optimizers_on(device: torch.device) -> Iterator[None]:
         return
     devices = [*_get_foreach_kernels_supported_devices(), "cpu"]
     with ExitStack() as stack:
-        stack.enter_context(setting(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices))
+        stack.enter_context(patched(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices))
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
-                stack.enter_context(setting(module, "_get_capturable_supported_devices", lambda **_: devices))
+                stack.enter_context(patched(module, "_get_capturable_supported_devices", lambda **_: devices))
         yield
 
 

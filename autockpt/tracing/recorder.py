@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.graph import Copy, TensorMeta, Tier, Work
 from autockpt.tracing.accumulation import Counts, InPlaceAdds
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
                 self.place(state)
             return state
 
-        return setting(torch, "get_rng_state", watched)
+        return patched(torch, "get_rng_state", watched)
 
     def try_kernels(self) -> None:
         """Find out what convolutions take, once per signature, and add notes on kernels that were recorded."""

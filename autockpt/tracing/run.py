@@ -19,8 +19,7 @@ from autockpt.checkpointing.recorded_call import RecordedUnit
 from autockpt.devices.accelerator import without_context
 from autockpt.devices.base import Transport
 from autockpt.errors import AutockptError, GhostError, UsageError
-from autockpt.interpreter import waiting
-from autockpt.policies.base import setting
+from autockpt.interpreter import collection_paused, patched
 from autockpt.policies.rematerialize import recipes_known
 from autockpt.runtime import attach
 from autockpt.schema.choices import SAVE, Choice
@@ -183,7 +182,7 @@ class TracedRun:
         steps = nullcontext() if workload.full_step is None else optimizer_steps(mark)
         failure: AutockptError | None = None
         try:
-            with waiting(), recorder.recording(), steps:
+            with collection_paused(), recorder.recording(), steps:
                 workload.cycle(mark)
         except (Exception, SystemExit) as error:
             failure = self._explained(error)
@@ -244,7 +243,7 @@ class GhostRun(TracedRun):
     @contextmanager
     def _building(self) -> Iterator[None]:
         """A workload is made of ghosts inside."""
-        with setting(self.mode, "building", True), sharded_as_ghosts(self.mode.log), self.mode:
+        with patched(self.mode, "building", True), sharded_as_ghosts(self.mode.log), self.mode:
             yield
 
     def _start(self, workload: Step) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.tracing.kernels.operators import Argument, Operator, channels_last, count_flops, flat_tensors
 from autockpt.tracing.kernels.signature import contiguous_stride
 
@@ -231,7 +231,7 @@ class Shapes:
             made = tree_map_only(Layout, _meta, tree, is_leaf=lambda part: isinstance(part, Layout))
             return Outcome(tree, count_flops(operator, args, kwargs, made))
         try:
-            with setting(_LOGGER, "disabled", True), self._mode:
+            with patched(_LOGGER, "disabled", True), self._mode:
                 fake_args, fake_kwargs = tree_map_only(Tensor, _fake, (args, kwargs))
                 result = func(*fake_args, **fake_kwargs)
             tree = tree_map_only(Tensor, _layout, result)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from autockpt.errors import GhostError, TracingError, UsageError
-from autockpt.interpreter import frozen, waiting
+from autockpt.interpreter import collection_paused, has_frozen_objects
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.hardware import Hardware
@@ -195,7 +195,7 @@ def _ghost_or_recorded(
         raise TracingError(error.message, remedy=f"{own}{_BY_ITSELF}") from None
 
 
-_frozen = False  # whether objects were seen frozen by somebody else; to count them takes a while
+_frozen = False  # whether objects were seen has_frozen_objects by somebody else; to count them takes a while
 
 
 @contextmanager
@@ -205,12 +205,12 @@ def uncollected() -> Iterator[None]:
     Nor right afterwards: what was made inside counts as old, unless this process keeps objects frozen for itself.
     """
     global _frozen
-    with waiting() as collecting:
+    with collection_paused() as collecting:
         try:
             yield
         finally:
             if collecting:
-                _frozen = _frozen or frozen()
+                _frozen = _frozen or has_frozen_objects()
                 if not _frozen:
                     gc.freeze()
                     gc.unfreeze()

@@ -23,7 +23,7 @@ from autockpt.checkpointing.fingerprint import TOLERANCE, sums
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.schema.base import Data
 
 SMALL = 1e-3
@@ -196,9 +196,9 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
         os.environ[WORKSPACE] = DETERMINISTIC
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=not strict)
-    cudnn, filled = torch.backends.cudnn, setting(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    cudnn, filled = torch.backends.cudnn, patched(torch.utils.deterministic, "fill_uninitialized_memory", False)
     try:
-        with filled, setting(cudnn, "deterministic", True), setting(cudnn, "benchmark", False):
+        with filled, patched(cudnn, "deterministic", True), patched(cudnn, "benchmark", False):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autockpt.errors import UsageError
-from autockpt.interpreter import frozen
+from autockpt.interpreter import has_frozen_objects
 from autockpt.measuring import LocalMeasurer, Measurer
 from autockpt.measuring import snapshot as module
 from autockpt.measuring.base import beats_counted
@@ -43,8 +43,8 @@ def test_the_users_garbage_collector_is_as_before(workload):
     gc.unfreeze()
     with LocalMeasurer(workload) as measurer:
         measurer.measure({}, steps=1)
-        assert frozen()
-    assert not frozen()
+        assert has_frozen_objects()
+    assert not has_frozen_objects()
     gc.freeze()
     count = gc.get_freeze_count()
     with LocalMeasurer(workload) as measurer:

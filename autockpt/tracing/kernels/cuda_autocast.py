@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.tracing.kernels.operators import flat_tensors
 
 _KEY = "AutocastCPU"
@@ -63,7 +63,7 @@ def cuda_autocast() -> Iterator[None]:
         return plain_enter(self)
 
     try:
-        with setting(cls, "__init__", init), setting(cls, "__enter__", enter):
+        with patched(cls, "__init__", init), patched(cls, "__enter__", enter):
             yield
     finally:
         for entry in library:

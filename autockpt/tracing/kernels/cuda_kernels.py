@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.tracing.kernels.cuda_autocast import cuda_autocast
 from autockpt.tracing.kernels.quantised_kernels import cuda_int8_products
 from autockpt.tracing.kernels.triton_launches import LAUNCH, fused_loss_on_cuda, record_launch
@@ -194,14 +194,14 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
 
     fused_loss = fused_loss_on_cuda() if capability >= AMPERE else nullcontext()
     with (
-        setting(F, "scaled_dot_product_attention", partial(attention, capability=capability, unread=unread)),
-        setting(F, "rms_norm", rms_norm),
-        setting(torch, "rms_norm", rms_norm),
+        patched(F, "scaled_dot_product_attention", partial(attention, capability=capability, unread=unread)),
+        patched(F, "rms_norm", rms_norm),
+        patched(torch, "rms_norm", rms_norm),
         fused_dropout(),
         cuda_autocast(),
         cuda_int8_products(),
         fused_loss,
-        setting(grpo, "launch", record_launch),
+        patched(grpo, "launch", record_launch),
     ):
         yield
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import WorkloadError
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -52,7 +52,7 @@ def flash_on_ghosts(capability: Capability = AMPERE) -> Iterator[None]:
     for name in FLASH:
         functions.register(name, _flash)
     try:
-        with setting(owner, "_check_and_adjust_attn_implementation", adjusted):
+        with patched(owner, "_check_and_adjust_attn_implementation", adjusted):
             yield
     finally:
         for name, function in before.items():

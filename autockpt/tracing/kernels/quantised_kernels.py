@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 from autockpt.tracing.kernels.operators import Argument
 
 CUDA_FIGURES = (
@@ -109,5 +109,5 @@ def cuda_int8_products() -> Iterator[None]:
         stays = self.data.dtype is torch.int8 and dtype is None and device == self.device
         return self if stays else moving(self, *args, **kwargs)
 
-    with setting(package, "matmul", matmul), setting(weights, "to", to):
+    with patched(package, "matmul", matmul), patched(weights, "to", to):
         yield

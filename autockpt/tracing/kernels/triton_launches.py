@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autockpt.policies.base import setting
+from autockpt.interpreter import patched
 
 LAUNCH = "triton_kernel"
 NOTE = (
@@ -37,7 +37,7 @@ def no_launches() -> Iterator[None]:
     with ExitStack() as stack:
         for module, name in places:
             if (kind := getattr(sys.modules.get(module), name, None)) is not None:
-                stack.enter_context(setting(kind, "run", record))
+                stack.enter_context(patched(kind, "run", record))
         yield
 
 
@@ -55,7 +55,7 @@ def fused_loss_on_cuda() -> Iterator[None]:
         return
     forward, backward = "fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"
     ours = functools.partial(_forward, getattr(package, forward))
-    with setting(package, forward, ours), setting(package, backward, lambda _, *gradients: gradients):
+    with patched(package, forward, ours), patched(package, backward, lambda _, *gradients: gradients):
         yield
 
 
