@@ -1,7 +1,7 @@
 """One training step as data: every op, every storage's life, every copy, and the units that choices are made for.
 
-There are hundreds of thousands of ops, tensors and storages, so these are dataclasses: small, made quickly, and only
-checked where they are read from a file.
+A step has hundreds of thousands of ops, tensors and storages. So these are dataclasses, small and quickly made: they
+are validated only where they are read from a file, and frozen for type checkers alone.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ WorkKind = Literal["none", "matrix", "attention", "elements", "link"]
 T = TypeVar("T")
 
 
-@dataclass_transform()
+@dataclass_transform(frozen_default=True)
 def _record(cls: type[T]) -> type[T]:
-    """A dataclass that crosses processes as the values of its fields: several times faster than by their names."""
+    """A dataclass that is pickled as the values of its fields: several times faster than by their names."""
     made: Any = dataclass(slots=True)(cls)
     values = attrgetter(*made.__slots__)
     copyreg.pickle(made, lambda one: (made, values(one)))
@@ -51,13 +51,12 @@ class Unit(Data):
 
 @_record
 class TensorMeta:
-    """A tensor as an op returned it. ``storage`` is a Storage id; sizes in elements, ``offset`` too."""
+    """A tensor as an op returned it. ``storage`` is a Storage id; sizes in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     storage: int
-    offset: int = 0
 
 
 @_record
@@ -66,8 +65,7 @@ class Op:
 
     ``target`` is the overload's name (``aten.mm.default``), ``module`` the qualified name of the innermost module (""
     for the root), ``unit`` the block that the op belongs to, None for the remainder; ``signature`` is an index into
-    ``Graph.signatures``. ``inputs`` are ids of the storages read, one per tensor argument in the order of the call,
-    ``offsets``, in elements, those of each tensor in them; empty: all 0.
+    ``Graph.signatures``. ``inputs`` are ids of the storages read, one per tensor argument in the order of the call.
     """
 
     index: int
@@ -78,7 +76,6 @@ class Op:
     unit: str | None = None
     flops: int = 0
     inputs: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
     outputs: tuple[TensorMeta, ...] = ()
 
 
@@ -123,13 +120,14 @@ class Storage:
         return self.birth <= op and (self.death is None or self.death >= op)
 
 
-@_record
+@dataclass(slots=True)
 class Copy:
     """Bytes moved off (``out``) or back onto (``in``) the device by an offload choice, or sent to other ranks by DDP.
 
     Issued just before op ``issued`` on the copy queue of its direction; the compute queue waits for its end just before
     op ``awaited`` (None: never). On devices without copy queues a copy takes place where it is issued. What went
-    ``out`` occupies its tier until just before op ``released`` (None: past the end).
+    ``out`` occupies its tier until just before op ``released`` (None: past the end). Mutable, as its end is recorded
+    later than its beginning.
     """
 
     direction: Literal["out", "in", "ranks"]

@@ -46,7 +46,7 @@ def to_graph(
         if (number := texts.setdefault(call.text, len(texts))) == len(work):
             work.append(call.work)
         target, phase = call.operator.name, PHASES[op.phase]
-        ops.append(Op(index, target, phase, path, number, unit, call.flops, op.inputs, op.offsets, op.outputs))
+        ops.append(Op(index, target, phase, path, number, unit, call.flops, op.inputs, op.outputs))
         if nbytes := call.workspace:
             storages.append(Storage(len(storages), nbytes, index, index, "other", unit))
     return Graph.model_construct(

@@ -76,7 +76,6 @@ class OpRecord(NamedTuple):
     phase: int
     module: int
     inputs: tuple[int, ...]
-    offsets: tuple[int, ...]
     outputs: tuple[TensorMeta, ...]
 
 
@@ -229,7 +228,7 @@ class Recorder(TorchDispatchMode):
         call = OpCall(kind, func, args, kwargs, tensors)
         index = self.log.clock
         self.log.clock = index + 1
-        inputs, offsets = self._inputs(operator, tensors, index)
+        inputs = self._inputs(operator, tensors, index)
         result = self._run(call)
         if in_place:  # for a caller that expects a new tensor object
             result = args[0].detach()
@@ -237,7 +236,7 @@ class Recorder(TorchDispatchMode):
         if kind.work is None:
             made = [tensor for tensor in flat_tensors(result) if self._counts(tensor)]
             kind.work = work_of(operator, kind.text, operator.arguments(args, kwargs), tensors, made, kind.flops)
-        self.ops.append(OpRecord(kind, phase, module, inputs, offsets, outputs))
+        self.ops.append(OpRecord(kind, phase, module, inputs, outputs))
         if operator.multiplies and outputs:
             self._product = outputs[0].storage
         if self.location.accumulating:
@@ -269,15 +268,11 @@ class Recorder(TorchDispatchMode):
                 self._untried.append(kind)
         return kind
 
-    def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _inputs(self, operator: Operator, tensors: list[Tensor], index: int) -> tuple[int, ...]:
         # `torch.tensor` makes its storage out of the dispatcher's sight; anything else unseen was there before.
         birth = index if operator.base == "lift_fresh" else -1
-        inputs, offsets = [], []
-        for tensor in tensors:
-            if self._counts(tensor):
-                inputs.append(self.log.watch(tensor.untyped_storage(), birth))
-                offsets.append(tensor.storage_offset())
-        return tuple(inputs), tuple(offsets) if any(offsets) else ()
+        storages = (tensor.untyped_storage() for tensor in tensors if self._counts(tensor))
+        return tuple([self.log.watch(storage, birth) for storage in storages])
 
     def _outputs(self, result: Any, index: int) -> tuple[TensorMeta, ...]:
         tensors = (result,) if isinstance(result, Tensor) else flat_tensors(result)
@@ -285,7 +280,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             if self._counts(tensor):
                 sid = self.log.watch(tensor.untyped_storage(), index)
-                records.append(TensorMeta(*self._layout(tensor), sid, int(tensor.storage_offset())))
+                records.append(TensorMeta(*self._layout(tensor), sid))
         return tuple(records)
 
     def _counts(self, tensor: Tensor) -> bool:
