@@ -1,19 +1,20 @@
-"""One step as a simulation: queues for compute, copies and collectives, and the bytes on the device over time.
+"""Simulate the time of one traced step: queues for compute, copies and collectives.
 
-Seconds for op signatures that were never timed, from those that were.
+Op times come from ``OpTimes``. The times of op signatures that were never timed are estimated from those that were.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
 from autockpt.schema.device import WITHOUT_STREAMS
-from autockpt.schema.graph import PHASES, Graph
+from autockpt.schema.graph import PHASES, Graph, Op
 from autockpt.schema.profile import OpTimes
 from autockpt.tracing.kernels.operators import COLLECTIVES, COPY_IN, COPY_OUT
 from autockpt.tracing.kernels.timeline import phases_of
@@ -23,15 +24,14 @@ REMAINDER = ""  # the key of ops that belong to no unit
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step will take, in seconds.
+    """The predicted seconds of a step.
 
-    ``seconds_by_phase`` adds up to ``step_seconds``. ``seconds_by_unit`` (unit name, "" for the remainder; then
-    phase) is compute, with what it waits for collectives; ``copy_seconds`` is what the compute queue spends waiting for
-    copies besides, and ``queue_seconds`` how long the copies of each direction (out, in) take by themselves.
+    ``seconds_by_unit`` (unit name, "" for the remainder; then phase) is compute, with what it waits for collectives;
+    ``copy_seconds`` is what the compute queue waits for copies besides. Both add up to ``step_seconds``.
+    ``queue_seconds`` is how long the copies of each direction (out, in) take by themselves.
     """
 
     step_seconds: float
-    seconds_by_phase: dict[str, float]
     seconds_by_unit: dict[str, dict[str, float]]
     copy_seconds: float
     queue_seconds: dict[str, float]
@@ -40,11 +40,11 @@ class Simulation:
 def simulate(graph: Graph, times: OpTimes) -> Simulation:
     """Step time of a traced cycle on the device that ``times`` are of.
 
-    With copy queues copies and collectives run beside compute, else inline where they are issued: one queue for
-    collectives, one per direction of copies, and one for both directions of the disk, as one thread serves it. (Without
-    streams FSDP2 waits for each collective where it is issued.) The optimizer's ops
-    take ``times.optimizer_seconds`` together, every other one its own (estimated from similar ones where nobody timed
-    it) and the host's seconds. Raises ValueError where a bandwidth that the graph's copies need is not positive.
+    With copy queues, copies and collectives run alongside compute: one queue for collectives, one per direction of
+    copies, and one for both directions of the disk, as one thread serves it. Without, they run inline where they are
+    issued (FSDP2 without streams waits for each collective there). The optimizer's ops take ``times.optimizer_seconds``
+    together. Every other op takes its own time, estimated from similar ones where it was not timed, and the host's.
+    Raises ValueError where a bandwidth that the graph's copies need is not positive.
     """
     phase = phases_of(graph)
     runs = np.array(graph.runs, dtype=np.int64)
@@ -52,16 +52,14 @@ def simulate(graph: Graph, times: OpTimes) -> Simulation:
     optimizer = np.flatnonzero(phase == PHASES.index("optimizer"))
     duration[optimizer] = 0.0
     duration[optimizer[:1]] = times.optimizer_seconds
-    copies = _alone(graph, times)
+    copies = _seconds_of_copies(graph, times)
     if times.environment.device.copy_queues:
         duration, waits = _queued(graph, duration, copies)
     else:
         issued = np.array([min(copy.issued, len(duration) - 1) for copy in graph.copies], dtype=np.int64)
         waits = np.bincount(issued, weights=copies, minlength=len(duration))
-    total = (duration + waits) * runs
     return Simulation(
-        step_seconds=float(total.sum()),
-        seconds_by_phase={name: float(total[phase == k].sum()) for k, name in enumerate(PHASES)},
+        step_seconds=float(((duration + waits) * runs).sum()),
         seconds_by_unit=_by_unit(graph, phase, duration * runs),
         copy_seconds=float((waits * runs).sum()),
         queue_seconds={
@@ -84,8 +82,8 @@ def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
         known |= estimate(graph, known, missing)
     seconds = np.array([known.get(i, 0.0) for i in range(len(graph.signatures))])
     duration = seconds[signature] + times.host_seconds
-    alone = ~np.isin(signature, list(_collectives(graph)))
-    duration[(phase == PHASES.index("recompute")) & alone] *= times.rerun_scale
+    on_one_rank = ~np.isin(signature, list(_collectives(graph)))
+    duration[(phase == PHASES.index("recompute")) & on_one_rank] *= times.rerun_scale
     duration[is_optimizer] = times.optimizer_seconds / max(1, is_optimizer.sum())
     return duration
 
@@ -95,13 +93,13 @@ def _collectives(graph: Graph) -> set[int]:
     return {i for i, text in enumerate(graph.signatures) if text.startswith(COLLECTIVES)}
 
 
-def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
+def _seconds_of_copies(graph: Graph, times: OpTimes) -> np.ndarray:
     """Seconds of each copy on its own."""
     one_tier = times.environment.device.kind in WITHOUT_STREAMS  # there both are the same file
-    ways = ["disk" if c.tier == "disk" and not one_tier else "copy" for c in graph.copies]
+    tiers = ["disk" if c.tier == "disk" and not one_tier else "copy" for c in graph.copies]
     names = [
-        "peer_bandwidth" if copy.direction == "ranks" else f"{way}_{copy.direction}_bandwidth"
-        for copy, way in zip(graph.copies, ways, strict=True)
+        "peer_bandwidth" if copy.direction == "ranks" else f"{tier}_{copy.direction}_bandwidth"
+        for copy, tier in zip(graph.copies, tiers, strict=True)
     ]
     for name in set(names):
         if getattr(times, name) <= 0:
@@ -112,58 +110,79 @@ def _alone(graph: Graph, times: OpTimes) -> np.ndarray:
 
 
 def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of each op, and those that it waits for copies, where collectives and ``copies`` are beside compute.
+    """Seconds of each op, and those that it waits for copies, where copies and collectives run alongside compute.
 
-    Each direction of copies is one queue, first in, first out; the disk is one for both. At one op, copies are issued
-    before any is awaited. One that the cycle never awaits ends beyond it and costs nothing.
-
-    Collectives are a queue as well: their own seconds are none, those who wait take longer. One begins when what it
-    sends is made and the one before has ended; whoever touches what it brings waits for its end. FSDP2 sends weights,
-    which are there all the time: it gathers some as soon as those before them have been copied out of their buffer.
+    Walks the ops in order with the delay so far, as queues make later ops begin later. At one op, copies are issued
+    before any is awaited. A copy that the cycle never awaits ends beyond it and costs nothing.
     """
-    together = _collectives(graph)
-    n, moved = len(duration), list(zip(graph.copies, copies.tolist(), strict=True))
-    if not together and not moved:
-        return duration, np.zeros(n)
+    n, ranks = len(duration), _RankQueue(graph)
     issued, awaited = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-    for k, (copy, _) in enumerate(moved):
+    for k, copy in enumerate(graph.copies):
         issued[min(copy.issued, n)].append(k)
         if copy.awaited is not None:
             awaited[min(copy.awaited, n)].append(k)
+    queues = _CopyQueues(graph, copies.tolist())
     seconds: list[float] = duration.tolist()
-    start: list[float] = [0.0, *np.cumsum(duration).tolist()]  # of each op, had none to wait
-    waits, behind = [0.0] * n, 0.0
-    free: dict[str, float] = {}  # by queue
-    end: dict[int, float] = {}  # by copy
-    link = copied = 0.0
-    early: dict[int, float] = {}  # by storage: when it can be sent
-    ends: dict[int, float] = {}  # by storage: when a collective has brought it
-    for i in range(n + 1) if together else sorted({*issued, *awaited}):
+    start: list[float] = [0.0, *np.cumsum(duration).tolist()]  # of each op without any delay
+    waits, delay = [0.0] * n, 0.0
+    for i in range(n + 1) if ranks.collectives else sorted({*issued, *awaited}):
         for k in issued.get(i, ()):
-            copy, took = moved[k]
-            queue = "disk" if copy.tier == "disk" else copy.direction
-            end[k] = free[queue] = max(free.get(queue, 0.0), start[i] + behind) + took
+            queues.issue(k, start[i] + delay)
         for k in awaited.get(i, ()):
-            late = max(0.0, end[k] - start[i] - behind)
+            late = max(0.0, queues.ends[k] - start[i] - delay)
             waits[min(i, n - 1)] += late
-            behind += late
-        if i == n or not together:
-            continue
-        op, now, change = graph.ops[i], start[i] + behind, 0.0
-        touches = graph.work[op.signature].kind != "none"
-        if op.signature in together and touches:
-            link = max(link, min((early[sid] for sid in op.inputs if sid in early), default=now)) + seconds[i]
-            ends |= dict.fromkeys((*op.inputs, *(out.storage for out in op.outputs)), link)
-            change = -seconds[i]
-        elif ends and touches:
-            change = max(0.0, max((ends.get(sid, 0.0) for sid in op.inputs), default=0.0) - now)
-        seconds[i] += change
-        behind += change
-        if op.target == COPY_IN:
-            early |= dict.fromkeys((out.storage for out in op.outputs), copied)
-        elif op.target == COPY_OUT:
-            copied = now + seconds[i]
+            delay += late
+        if ranks.collectives and i < n:
+            change = ranks.change(graph.ops[i], start[i] + delay, seconds[i])
+            seconds[i] += change
+            delay += change
     return np.array(seconds), np.array(waits)
+
+
+class _CopyQueues:
+    """Each direction of copies is a queue, first in, first out; the disk is one for both. ``ends`` are by copy."""
+
+    def __init__(self, graph: Graph, seconds: Sequence[float]) -> None:
+        self._copies, self._seconds = graph.copies, seconds
+        self._free: dict[str, float] = {}  # by queue
+        self.ends: dict[int, float] = {}
+
+    def issue(self, number: int, now: float) -> None:
+        """Append a copy to its queue."""
+        copy = self._copies[number]
+        queue = "disk" if copy.tier == "disk" else copy.direction
+        self.ends[number] = self._free[queue] = max(self._free.get(queue, 0.0), now) + self._seconds[number]
+
+
+class _RankQueue:
+    """The queue of collectives. One begins when its input is made and the one before has ended.
+
+    A collective itself takes no time of the compute queue; the ops that use its result wait for its end. FSDP2 sends
+    weights, which are there all the time: it gathers some as soon as those before them were copied out of their buffer.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.collectives = _collectives(graph)
+        self._work = graph.work
+        self._free = self._copied_out = 0.0
+        self._sendable: dict[int, float] = {}  # by storage: since when it can be sent
+        self._ends: dict[int, float] = {}  # by storage: when a collective has brought it
+
+    def change(self, op: Op, now: float, seconds: float) -> float:
+        """How many seconds longer an op takes that begins ``now``; for a collective minus all its ``seconds``."""
+        change, touches = 0.0, self._work[op.signature].kind != "none"
+        if op.signature in self.collectives and touches:
+            ready = min((self._sendable[sid] for sid in op.inputs if sid in self._sendable), default=now)
+            self._free = max(self._free, ready) + seconds
+            self._ends |= dict.fromkeys((*op.inputs, *(out.storage for out in op.outputs)), self._free)
+            change = -seconds
+        elif self._ends and touches:
+            change = max(0.0, max((self._ends.get(sid, 0.0) for sid in op.inputs), default=0.0) - now)
+        if op.target == COPY_IN:
+            self._sendable |= dict.fromkeys((out.storage for out in op.outputs), self._copied_out)
+        elif op.target == COPY_OUT:
+            self._copied_out = now + (seconds + change)
+        return change
 
 
 def _by_unit(graph: Graph, phase: np.ndarray, seconds: np.ndarray) -> dict[str, dict[str, float]]:
@@ -178,9 +197,9 @@ def _by_unit(graph: Graph, phase: np.ndarray, seconds: np.ndarray) -> dict[str, 
 def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[int, float]:
     """Seconds for each missing signature index, from the seconds of the ``known`` ones of the same graph.
 
-    The nearest evidence wins: timed signatures of the same op, scaled by FLOPs (where both have them) or by bytes
-    moved; else the median rate of all timed ops that do arithmetic, or that only move bytes. Zero where nothing was
-    timed, and for ops that touch no bytes: those around what is offloaded are in no step that recomputes.
+    Timed signatures of the same op are scaled by FLOPs (where both have them) or by bytes moved. Without any, the
+    median rate of all timed ops that do arithmetic, or that only move bytes, is used. Zero where nothing was timed, and
+    for ops that touch no bytes, such as the views around offloaded tensors.
     """
     out: dict[int, float] = {}
     for i in missing:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from autockpt.cost.step import Simulation, simulate
 from autockpt.schema import Graph, OpTimes
+from autockpt.schema.graph import PHASES
 from tests.samples import environment
 
 
@@ -32,3 +33,9 @@ def simulated(
         **others,
     )
     return simulate(graph, times)
+
+
+def by_phase(simulation: Simulation) -> dict[str, float]:
+    """Seconds of all units and the remainder by phase, without what copies add."""
+    units = simulation.seconds_by_unit.values()
+    return {phase: sum(seconds[phase] for seconds in units) for phase in PHASES}

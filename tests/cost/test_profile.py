@@ -15,6 +15,7 @@ from autockpt.schema import OFFLOAD, Choice, Graph, Measurement, OpTimes, Worklo
 from autockpt.shipped import load_hardware
 from autockpt.solvers.problem import seconds_of
 from autockpt.tracing import Tracer
+from tests.cost.made_up import by_phase
 from tests.cost.steps import SECONDS
 from tests.errors import raises
 from tests.tuning.device import MadeUpDevice
@@ -118,5 +119,5 @@ def test_recomputing_beside_collectives_costs_what_the_whole_step_sees() -> None
         model = build_profile(tracer, roofline_times(hardware, [graph for _, graph in uniform.values()]), uniform)
     plan, problem = uniform["recompute"][0], model.problem(1 << 40)
     seen = (model.predictor.predict(plan).step_seconds or 0.0) - model.profile.save_all_seconds
-    again = simulate(uniform["recompute"][1], model.profile.op_times).seconds_by_phase["recompute"]
+    again = by_phase(simulate(uniform["recompute"][1], model.profile.op_times))["recompute"]
     assert seconds_of(problem, plan) == pytest.approx(seen) and seen < 0.9 * again

@@ -20,6 +20,7 @@ from autockpt.schema import Graph, Op, WorkloadSpec
 from autockpt.schema.graph import TensorMeta, Work
 from autockpt.schema.hardware import Hardware
 from autockpt.shipped import load_hardware
+from tests.cost.made_up import by_phase
 from tests.samples import environment
 from tests.tracing.reference import ghosts
 
@@ -106,10 +107,10 @@ def test_recomputing_costs_its_ops_and_its_regions() -> None:
     save, recompute = ghosts(LLAMA, "save", "recompute")
     cpu = load_hardware("cpu")
     times = roofline_times(cpu, (save, recompute))
-    again = simulate(recompute, times).seconds_by_phase["recompute"]
+    again = by_phase(simulate(recompute, times))["recompute"]
     plain = simulate(recompute, times.model_copy(update={"rerun_scale": 1.0}))
     regions = len(save.blocks())
-    extra = again - plain.seconds_by_phase["recompute"]
+    extra = again - by_phase(plain)["recompute"]
     assert extra == pytest.approx(regions * REGION_OPS * cpu.launch_seconds, rel=0.01)
 
 

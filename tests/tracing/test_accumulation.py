@@ -40,6 +40,5 @@ def test_two_micro_batches_tell_what_five_would(
         assert a.flops == b.flops and sum(a.runs) == len(b.ops) and sum(a.copied) == len(b.copies)
         here, there = simulate(a, times), simulate(b, times)
         assert here.step_seconds == pytest.approx(there.step_seconds, rel=1e-9 if not a.copies else 0.005), kind
-        assert here.seconds_by_phase == pytest.approx(there.seconds_by_phase, rel=0.01, abs=1e-6)
         for unit, seconds in there.seconds_by_unit.items():
             assert here.seconds_by_unit[unit] == pytest.approx(seconds, rel=1e-6), unit
