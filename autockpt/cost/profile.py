@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -350,38 +350,30 @@ def build_profile(
     predictor = Predictor(traces, times, host_budget, needs)
     for choices, graph in uniform.values():
         predictor.learn(choices, graph)
-    variants: dict[tuple[int, Choice], Graph] = {}
-    wanted = list[tuple[Unit, Choice]]()
     units = representatives(base.blocks()).values()
-    again_for_backward = gathered_again(base) if gathered else set()
-    fronts = {Selective().kind, Remake().kind} & {*uniform}
-    if fronts:
+    variants: dict[tuple[int, Choice], Graph] = {}
+    if {Selective().kind, Remake().kind} & {*uniform}:  # their options are found in a unit that is recomputed
         traces.ahead({unit.name: RECOMPUTE} for unit in units)
+        variants = {(unit.kind, RECOMPUTE): predictor.graph({unit.name: RECOMPUTE}) for unit in units}
+    regathered = gathered_again(base) if gathered else set()
+    disk = bool(times.disk_out_bandwidth) and wants_disk(uniform, predictor.device, host_budget)
+    wanted = list[tuple[Unit, Choice]]()
     for unit in units:
-        choices = [choice for kind in uniform if (choice := on_all_layers(kind)) not in (SAVE, Segment())]
-        if fronts:
-            again = variants[unit.kind, RECOMPUTE] = predictor.graph({unit.name: RECOMPUTE})
-            if Selective().kind in uniform:
-                most = MOST_SETS_BESIDE if Remake().kind in uniform else MOST_SETS
-                choices += selective_front(again, unit, times, most)
-            if Remake().kind in uniform:
-                choices += remake_front(again, unit, times)
-        if times.disk_out_bandwidth and wants_disk(uniform, predictor.device, host_budget):
-            moving: tuple[Choice, ...] = (Offload(tier="disk"), RecomputeOffload(tier="disk"))
-            choices += [choice for choice in moving if choice.kind in uniform]
-        choices += [GATHERED] if unit.name in again_for_backward else []
-        wanted += ((unit, choice) for choice in dict.fromkeys((*choices, *extra)) if choice != SAVE)
-    traces.ahead({unit.name: choice} for unit, choice in wanted if (unit.kind, choice) not in variants)
-    listener.stage("ghost-run each choice on one layer", len(wanted) - len(variants))
+        choices = [*_choices_to_try(unit, uniform.keys(), variants.get((unit.kind, RECOMPUTE)), times, disk)]
+        choices += [GATHERED] if unit.name in regathered else []
+        choices = [choice for choice in dict.fromkeys((*choices, *extra)) if choice != SAVE]
+        wanted += ((unit, choice) for choice in choices if (unit.kind, choice) not in variants)
+    traces.ahead({unit.name: choice} for unit, choice in wanted)
+    listener.stage("ghost-run each choice on one layer", len(wanted))
     with predictor.watched(listener):
         for unit, choice in wanted:
-            if (unit.kind, choice) not in variants and (choice == RECOMPUTE or not late()):
+            if choice == RECOMPUTE or not late():
                 with suppress(ConflictError) if choice.gathered else nullcontext():  # a layer that is not sharded
                     variants[unit.kind, choice] = predictor.graph({unit.name: choice})
     menus = build_menus(base, variants, predictor.simulation, times.host_seconds_of)
     if RECOMPUTE.kind in uniform:
         menus = beside_collectives(menus, base, uniform[RECOMPUTE.kind][1], predictor.simulation)
-    if again_for_backward:
+    if regathered:
         kept = {block.name: GATHERED for block in base.blocks() if (block.kind, GATHERED) in variants}
         menus = with_gathered(menus, base, predictor.graph(kept), predictor.simulation)
     unit = None
@@ -398,6 +390,24 @@ def build_profile(
     )
     segments = segments_of(base, menus) if Segment().kind in uniform else None
     return CostModel(profile, base, predictor, used_by_others, unit, segments)
+
+
+def _choices_to_try(
+    unit: Unit, kinds: Collection[str], recomputed: Graph | None, times: OpTimes, disk: bool
+) -> Iterator[Choice]:
+    """Choices for a unit's menu: each of ``kinds`` by its default options, and with the options that may be worth more.
+
+    ``recomputed`` is a ghost run in which the unit recomputes, from which options of partial recomputation are read.
+    ``disk``: choices that offload come with the disk tier, too.
+    """
+    yield from (choice for kind in kinds if (choice := on_all_layers(kind)) not in (SAVE, Segment()))
+    if recomputed is not None and Selective().kind in kinds:
+        most = MOST_SETS_BESIDE if Remake().kind in kinds else MOST_SETS
+        yield from selective_front(recomputed, unit, times, most)
+    if recomputed is not None and Remake().kind in kinds:
+        yield from remake_front(recomputed, unit, times)
+    if disk:
+        yield from (choice for choice in (Offload(tier="disk"), RecomputeOffload(tier="disk")) if choice.kind in kinds)
 
 
 def segments_of(base: Graph, menus: Iterable[Menu]) -> Segments | None:
