@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autockpt.public import verify as verify
     from autockpt.runtime import apply as apply
     from autockpt.schema.plan import Plan as Plan
-    from autockpt.schema.runs import open_run as open_run
+    from autockpt.schema.run_directory import open_run as open_run
     from autockpt.workload import Step as Step
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _HOME = {
     "Plan": "autockpt.schema.plan",
     "Step": "autockpt.workload",
     "apply": "autockpt.runtime",
-    "open_run": "autockpt.schema.runs",
+    "open_run": "autockpt.schema.run_directory",
     **dict.fromkeys(("estimate", "explain", "search", "trace", "verify"), "autockpt.public"),
 }
 

@@ -153,7 +153,7 @@ def start() -> ModelWatch | None:
     if budget:
         _search_in_trainers(budget)
     elif path:
-        from autockpt.schema.runs import plan_at
+        from autockpt.schema.run_directory import plan_at
 
         watch = ModelWatch(plan_at(Path(path)), path)
         watch.install()

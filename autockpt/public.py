@@ -25,7 +25,7 @@ from autockpt.terminal import console
 from autockpt.tracing import trace
 from autockpt.tuning import answer, search_request
 from autockpt.tuning import estimate as estimated
-from autockpt.tuning.door import refuse_described
+from autockpt.tuning.entry import refuse_described
 from autockpt.tuning.estimates import estimate_step
 from autockpt.workload import Step
 

@@ -21,9 +21,9 @@ from hypothesis import settings
 from autockpt.measuring import client, runner
 from autockpt.process import Child, close_inherited
 from autockpt.schema import WorkloadSpec, parse_choice
-from autockpt.tracing import crew, process
+from autockpt.tracing import pool, process
 from autockpt.tracing.process import GhostProcess
-from autockpt.tracing.run import GhostRun
+from autockpt.tracing.traced_run import GhostRun
 from tests.accelerator import accelerator  # noqa: F401  a fixture
 from tests.device import ON_CUDA
 
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # Tests run side by side already: further ghost processes would only cost the time of starting them.
-crew.WORTH = float("inf")
+pool.WORTH = float("inf")
 
 _fork = GhostProcess.fork
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from autockpt.analysis.explanation import Curve
 from autockpt.schema import format_binary, words
-from autockpt.schema.runs import undominated
+from autockpt.schema.run_directory import undominated
 
 
 class Axis:
@@ -47,7 +47,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Point:
+class PlotPoint:
     """A plan in the plane of peak and step time; ``noise`` is half its interval as a share of the seconds."""
 
     peak_bytes: int
@@ -59,7 +59,7 @@ class Point:
     radius: float = 4.5
 
 
-def plane(points: Sequence[Point], budget_bytes: int | None) -> Markup:
+def plane(points: Sequence[PlotPoint], budget_bytes: int | None) -> Markup:
     """Peak against step time, with the Pareto front and the budget; nothing for no points."""
     if not points:
         return Markup("")

@@ -17,8 +17,8 @@ from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling
 from autockpt.analysis.why import Known, budget_steps, recorded, searched, why
 from autockpt.cost import CostModel
 from autockpt.cost.roofline import peak_flops
-from autockpt.cost.step import simulate
-from autockpt.devices import get_device, host_bytes_of, said_of_host
+from autockpt.cost.simulation import simulate
+from autockpt.devices import get_device, host_bytes_of, host_notes
 from autockpt.errors import RunDirectoryError, UsageError
 from autockpt.schema import (
     SAVE,
@@ -43,13 +43,13 @@ from autockpt.schema import (
     parse_budget,
 )
 from autockpt.schema.choices import OFFLOAD, Offload, RecomputeOffload
-from autockpt.schema.runs import RunDirectory, plan_at, undominated
+from autockpt.schema.run_directory import RunDirectory, plan_at, undominated
 from autockpt.schema.words import step_note
 from autockpt.schema.workload import described_by
 from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tracing import open_tracer
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.door import refuse_both, refuse_described
+from autockpt.tuning.entry import refuse_both, refuse_described
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.workload import Step
 
@@ -150,7 +150,7 @@ def explain_step(
             choices, said, notes = _chosen(known, trials.best, budget, cost_model)
             status = "simulated"
         graph, head = found.tracer.trace(choices), found.tracer.head
-        on_host = said_of_host(prepared.environment, host_bytes_of(graph.copies, prepared.environment.device.kind))
+        on_host = host_notes(prepared.environment, host_bytes_of(graph.copies, prepared.environment.device.kind))
         times = cost_model.profile.op_times
         return _explanation(
             known,

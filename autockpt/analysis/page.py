@@ -21,14 +21,14 @@ from autockpt.analysis.holdings import StepBytes, curve
 from autockpt.analysis.sentences import answer_rows, choice_words, loading_lines, place_words, reason_words, speed_words
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import SAVE, Comparison, Plan, Trial, format_binary, words
+from autockpt.schema.baselines import OURS, legend_of_names
 from autockpt.schema.choices import legend
 from autockpt.schema.files import write_file
-from autockpt.schema.known import OURS, legend_of_names
 from autockpt.schema.names import outermost
 from autockpt.schema.plan import choice_lines, promised, set_lines
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.words import step_note
-from autockpt.tracing.tracer import uncollected
+from autockpt.tracing.tracer import without_collection
 
 PAGE = "report.html"
 # an absolute path, also behind a quote, an equals sign or a URL's scheme
@@ -66,7 +66,7 @@ def page_of(run: Path) -> str:
     page, answer = run / PAGE, run / "outcome.json"
     try:
         if not page.exists() or not answer.exists() or page.stat().st_mtime < answer.stat().st_mtime:
-            with uncollected():
+            with without_collection():
                 write_page(RunDirectory.open(run))
         return f"The whole run on one page: {page}"
     except Exception as error:
@@ -151,7 +151,7 @@ def _state(run: RunDirectory, trials: Sequence[Trial], finished: bool, refused: 
     return "infeasible" if refused else "empty" if not trials else "finished" if finished else "stopped"
 
 
-def _points(trials: Sequence[Trial], plan: Plan | None, said: Explanation | None) -> Iterator[draw.Point]:
+def _points(trials: Sequence[Trial], plan: Plan | None, said: Explanation | None) -> Iterator[draw.PlotPoint]:
     """Trials with a peak and a step time, and of ``said`` the plans for other budgets."""
     for t in trials:
         if t.score is not None and t.score.step_seconds:
@@ -159,10 +159,10 @@ def _points(trials: Sequence[Trial], plan: Plan | None, said: Explanation | None
             style = "known" if t.encoding == "baseline" else "ours"
             size = 7 if plan is not None and t.plan_hash == plan.hash else 4.5
             where = t.score.peak_bytes, t.score.step_seconds
-            yield draw.Point(*where, title, style, bool(t.feasible), t.score.noise, size)
+            yield draw.PlotPoint(*where, title, style, bool(t.feasible), t.score.noise, size)
     for reach in (step.reach for step in (said.budgets if said is not None else ()) if step.reach is not None):
         title = f"for another budget: {format_binary(reach.peak_bytes)}, {words.seconds(reach.step_seconds)}"
-        yield draw.Point(reach.peak_bytes, reach.step_seconds, title, "other", radius=3)
+        yield draw.PlotPoint(reach.peak_bytes, reach.step_seconds, title, "other", radius=3)
 
 
 def _curves(run: RunDirectory, overhead: int) -> dict[str, Curve]:

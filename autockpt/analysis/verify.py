@@ -16,17 +16,17 @@ from autockpt.devices import get_device
 from autockpt.errors import AutockptError, ConflictError, DeviceOutOfMemory, PlanError, RerunMismatch
 from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
+from autockpt.measuring.device_lock import device_lock
 from autockpt.measuring.statistics import Interval, ratio_interval
 from autockpt.measuring.statistics import judge as judge_interval
-from autockpt.measuring.turns import turn
 from autockpt.runtime import Proof
 from autockpt.schema import words
 from autockpt.schema.base import Data
+from autockpt.schema.baselines import ALL, NONE, baseline_plans
 from autockpt.schema.choices import RECOMPUTE, Choice
-from autockpt.schema.known import ALL, NONE, known_plans
 from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
-from autockpt.schema.runs import plan_file
+from autockpt.schema.run_directory import plan_file
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
@@ -165,7 +165,7 @@ def _with_set(report: VerifyReport, plan: Plan, found: VerifyReport) -> VerifyRe
 def _open(subject: WorkloadSpec | Step, device: str | None, plan: Plan, listener: Listener) -> Iterator[Measurer]:
     """What measures the subject."""
     more = {"host_budget": plan.host_budget_bytes, "compile": plan.compile}
-    with turn(get_device(device if isinstance(subject, WorkloadSpec) else str(subject.device)), listener.note):
+    with device_lock(get_device(device if isinstance(subject, WorkloadSpec) else str(subject.device)), listener.note):
         if isinstance(subject, WorkloadSpec):
             opened: Measurer = WorkerMeasurer(subject, device, **more)
         else:
@@ -281,7 +281,7 @@ class _Verification:
         promised = {row.name: row.measured for row in self.plan.baselines if row.measured is not None}
         for name in (name for name in (NONE, ALL) if name in promised):
             self.listener.stage(f"time the plan and {name!r}, interleaved", 2 * rounds)
-            plans = {"plan": self.choices, name: known_plans(self.blocks, (RECOMPUTE.kind,))[name]}
+            plans = {"plan": self.choices, name: baseline_plans(self.blocks, (RECOMPUTE.kind,))[name]}
             with suppress(DeviceOutOfMemory), beats_counted(self.measurer, self.listener):
                 times = self.measurer.compare(plans, rounds=rounds)
                 ratio = ratio_interval(times["plan"], times[name])

@@ -9,8 +9,8 @@ from autockpt.analysis.explanation import BudgetStep, Reach, Why
 from autockpt.cost import CostModel
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Choice, Prediction, Profile, ResolvedBudget, SearchRequest, format_binary, plan_hash
-from autockpt.schema.known import NONE
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.baselines import NONE
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.outlook import ghost_runs, look_around
 from autockpt.tuning.proposers.solver import SolverProposer

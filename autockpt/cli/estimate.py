@@ -77,7 +77,7 @@ def print_estimates(estimates: Iterable[Estimate], console: Console) -> None:
     for estimate in estimates:
         notes |= {estimate.step_note: None} if estimate.step_note else {}
         console.print(Text(_line(_cells(estimate))), soft_wrap=True)
-        if said := _said(estimate):
+        if said := _plan_words(estimate):
             console.print(Padding.indent(Text(said, style="dim"), 4))
     console.print(Text(f"Peaks with context and allocator, {SIMULATED_HEADROOM} of a card left free", style="dim"))
     console.print(simulated(" ".join(notes)))
@@ -98,7 +98,7 @@ def _cells(estimate: Estimate) -> tuple[str, ...]:
     )
 
 
-def _said(estimate: Estimate) -> str:
+def _plan_words(estimate: Estimate) -> str:
     """The plan in words; nothing where everything is saved. And what does not grow with batch and length."""
     if estimate.note:
         return estimate.note

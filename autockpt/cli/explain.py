@@ -19,7 +19,7 @@ from autockpt.errors import InfeasibleError, UsageError
 from autockpt.progress import listener
 from autockpt.schema import Graph, format_binary, format_bytes, words
 from autockpt.schema.graph import Span
-from autockpt.schema.runs import plan_at
+from autockpt.schema.run_directory import plan_at
 from autockpt.schema.workload import described_by
 from autockpt.terminal import bar, bullets, heading, plain_table, print_legend, remarks, shown
 

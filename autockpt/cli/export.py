@@ -6,7 +6,7 @@ from pathlib import Path
 
 from autockpt.cli.guard import guarded, show
 from autockpt.cli.options import arg, flag, opt
-from autockpt.schema.runs import plan_at
+from autockpt.schema.run_directory import plan_at
 
 
 @guarded

@@ -19,10 +19,10 @@ from autockpt.errors import PlanError, RunDirectoryError, UsageError
 from autockpt.progress import FITS, STATES
 from autockpt.schema import Trial, format_binary, format_bytes, words
 from autockpt.schema.base import Data
-from autockpt.schema.known import legend_of_names
+from autockpt.schema.baselines import legend_of_names
 from autockpt.schema.names import fold
 from autockpt.schema.plan import set_lines
-from autockpt.schema.runs import RunDirectory, pareto_front, plan_of_trial, trial_of
+from autockpt.schema.run_directory import RunDirectory, pareto_front, plan_of_trial, trial_of
 from autockpt.schema.words import step_note
 from autockpt.terminal import plain_table, print_legend, simulated
 
@@ -62,7 +62,7 @@ def history(
         elif trial is not None:
             _show_trial(run, trial, plan_out, as_json)
         else:
-            show(_said_of(run), partial(_print_run, run), as_json)
+            show(_run_data(run), partial(_print_run, run), as_json)
         return
     if trial is not None:
         raise UsageError(f"{place} is a folder of runs", remedy="Name the run that --trial is of.")
@@ -119,7 +119,7 @@ def _print_page(written: dict[str, Path], console: Console) -> None:
     console.print(str(written["page"]), soft_wrap=True)
 
 
-def _said_of(run: RunDirectory) -> dict[str, Any]:
+def _run_data(run: RunDirectory) -> dict[str, Any]:
     """What a run was asked and tried, and a line for each set of its answer where that has several."""
     trials, sets = run.trials(), list[str]()
     with suppress(PlanError):  # damaged

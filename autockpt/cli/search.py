@@ -19,10 +19,10 @@ from autockpt.cli.options import DEVICE, FRESH, RUNS_FOLDER, duration, flag, lis
 from autockpt.errors import UsageError, without_passwords
 from autockpt.progress import listener
 from autockpt.schema import CompileMode, Measurement, Plan, SearchOutcome, format_binary, format_bytes, words
-from autockpt.schema.known import legend_of_names
+from autockpt.schema.baselines import legend_of_names
 from autockpt.schema.plan import choice_lines, set_lines
 from autockpt.schema.request import BatchAnswer, PipelineAnswer
-from autockpt.schema.runs import plan_at
+from autockpt.schema.run_directory import plan_at
 from autockpt.schema.workload import Stage, described_by
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
 

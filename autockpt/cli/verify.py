@@ -12,7 +12,7 @@ from rich.text import Text
 from autockpt.cli.guard import FAILED, guarded, progress, show
 from autockpt.cli.options import DEVICE, arg, flag, job_file, opt
 from autockpt.progress import listener
-from autockpt.schema.runs import plan_at
+from autockpt.schema.run_directory import plan_at
 from autockpt.schema.workload import described_by
 from autockpt.terminal import bullets, plain_table
 

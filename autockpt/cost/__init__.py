@@ -2,7 +2,7 @@
 
 from autockpt.cost.op_times import cached_op_times
 from autockpt.cost.op_times import forget as forget_op_times
-from autockpt.cost.predictor import MemoryModel, Predictor, Traces, memory_at_hand, said_of, simulated_memory
+from autockpt.cost.predictor import MemoryModel, Predictor, Traces, local_memory, memory_note, simulated_memory
 from autockpt.cost.problem import build_problem
 from autockpt.cost.profile import (
     LEAN_CALLS,

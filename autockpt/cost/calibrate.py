@@ -27,9 +27,9 @@ from autockpt.devices.random_states import all_random_states_kept
 from autockpt.errors import MeasurementError
 from autockpt.interpreter import patched
 from autockpt.measuring import StepRunner, WorkerMeasurer
+from autockpt.measuring.device_lock import device_lock
 from autockpt.measuring.environment import environment_of
-from autockpt.measuring.failures import letting_go
-from autockpt.measuring.turns import turn
+from autockpt.measuring.failures import releasing_memory
 from autockpt.runtime import attach
 from autockpt.schema.base import first_violation
 from autockpt.schema.choices import RECOMPUTE, Choice
@@ -78,14 +78,14 @@ def measure_in_child(device: str | None, *, quick: bool, tell: Tell) -> Hardware
     Raises MeasurementError where the worker dies or measurements contradict one another, DeviceOutOfMemory where the
     device is too full, UsageError for a device that is not there.
     """
-    with turn(get_device(device), tell), WorkerMeasurer(TINY, device) as worker:
+    with device_lock(get_device(device), tell), WorkerMeasurer(TINY, device) as worker:
         worker.beat = tell
         return Hardware.model_validate(worker.call("autockpt.cost.calibrate:measure_in_runner", {"quick": quick}))
 
 
 def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[str, Any]:
     """The description of the runner's device, by a model that hardly computes anything."""
-    with all_random_states_kept(), letting_go(runner.device, "measuring the machine"):
+    with all_random_states_kept(), releasing_memory(runner.device, "measuring the machine"):
         found = measure(runner.device, runner.workload, runner.beat, 3 if payload["quick"] else 9)
     return found.model_dump(mode="json")
 

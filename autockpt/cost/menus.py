@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autockpt.cost.segments import OpRange, segment_peaks, segments
-from autockpt.cost.step import Simulation
+from autockpt.cost.op_ranges import OpRange, op_ranges, range_peaks
+from autockpt.cost.simulation import Simulation
 from autockpt.schema.choices import GATHERED, RECOMPUTE, SAVE, Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.profile import Menu, MenuItem
@@ -46,11 +46,11 @@ def build_menus(
     representative alone; ``simulation`` gives a graph's seconds on the device, ``host_seconds`` what a choice costs the
     host besides its ops. Bytes are peaks over all micro-batches.
     """
-    plain = _Run(base, [u.name for u in base.blocks()], simulation)
+    plain = _GhostRun(base, [u.name for u in base.blocks()], simulation)
     menus = []
     for kind, unit in representatives(base.blocks()).items():
 
-        def seconds(choice: Choice, run: _Run, name: str = unit.name) -> dict[str, Any]:
+        def seconds(choice: Choice, run: _GhostRun, name: str = unit.name) -> dict[str, Any]:
             times = run.simulation.seconds_by_unit[name]
             found = {f"{phase}_seconds": times[phase] for phase in ("forward", "backward", "recompute")}
             copies = _copy_seconds(plain.simulation, run.simulation, times)
@@ -121,9 +121,9 @@ def head_menu(base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulat
 
     Its chunks run inside of the loss, not inside of its module, so its seconds are what the whole step gains or loses.
     """
-    plain = _Run(base, [*(u.name for u in base.blocks()), head.name], simulation)
+    plain = _GhostRun(base, [*(u.name for u in base.blocks()), head.name], simulation)
 
-    def seconds(choice: Choice, run: _Run) -> dict[str, Any]:
+    def seconds(choice: Choice, run: _GhostRun) -> dict[str, Any]:
         more = run.simulation.step_seconds - plain.simulation.step_seconds
         return {"forward_seconds": 0.0, "backward_seconds": more, "recompute_seconds": 0.0}
 
@@ -131,15 +131,15 @@ def head_menu(base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulat
 
 
 def _menu(
-    plain: _Run,
+    plain: _GhostRun,
     unit: Unit,
     variants: Mapping[Choice, Graph],
     simulation: Simulate,
-    seconds: Callable[[Choice, _Run], dict[str, Any]],
+    seconds: Callable[[Choice, _GhostRun], dict[str, Any]],
 ) -> Menu:
     """Bytes that each choice changes against saving, on top of what the unit holds when it saves."""
     index = plain.units.index(unit.name)
-    runs = [(SAVE, plain), *((choice, _Run(graph, plain.units, simulation)) for choice, graph in variants.items())]
+    runs = [(SAVE, plain), *((choice, _GhostRun(graph, plain.units, simulation)) for choice, graph in variants.items())]
     items = [
         MenuItem(
             choice=choice,
@@ -161,13 +161,13 @@ class _Bytes(NamedTuple):
     backward_peak_bytes: int = 0
 
 
-class _Run:
-    """A ghost run, cut up, with its seconds."""
+class _GhostRun:
+    """A ghost run with its simulation, and its peak in each of its op ranges."""
 
     def __init__(self, graph: Graph, units: Sequence[str], simulation: Simulate) -> None:
         self.graph, self.units, self.simulation = graph, units, simulation(graph)
-        self.parts = segments(graph, units)
-        self.peaks = {s.key: peak for s, peak in zip(self.parts, segment_peaks(graph, self.parts), strict=True)}
+        self.parts = op_ranges(graph, units)
+        self.peaks = {s.key: peak for s, peak in zip(self.parts, range_peaks(graph, self.parts), strict=True)}
 
     def peak(self, key: tuple, parts: Sequence[OpRange]) -> int:
         """Most bytes in a segment of another run's ``parts``; where this run has none, in the nearest before it."""
@@ -197,7 +197,7 @@ class _Run:
         )
 
 
-def _byte_changes(plain: _Run, variant: _Run, index: int, *, shares: bool) -> _Bytes:
+def _byte_changes(plain: _GhostRun, variant: _GhostRun, index: int, *, shares: bool) -> _Bytes:
     """Differences of bytes; the most of any micro-batch. Weights that stay gathered are nothing that units share."""
     found: list[_Bytes] = []
     # an input that only this unit keeps is its neighbour's output
@@ -242,7 +242,7 @@ def _places(parts: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None,
     return (rest or own_forward).key, own, neighbours
 
 
-def _differences(plain: _Run, variant: _Run, parts: Sequence[OpRange]) -> list[int]:
+def _differences(plain: _GhostRun, variant: _GhostRun, parts: Sequence[OpRange]) -> list[int]:
     return [variant.peaks[s.key] - plain.peaks[s.key] for s in parts if s.key in variant.peaks]
 
 
@@ -265,7 +265,7 @@ def _lifted(items: Sequence[MenuItem], levels: _Bytes) -> tuple[MenuItem, ...]:
     return tuple(items)
 
 
-def _saved_levels(plain: _Run, index: int, name: str) -> _Bytes:
+def _saved_levels(plain: _GhostRun, index: int, name: str) -> _Bytes:
     """Bytes of a saving unit's own storages: kept from forward to backward, and at most during each of them."""
     spans = {s.place: s for s in reversed(plain.parts) if s.unit == index and s.place in ("forward", "backward")}
     if "forward" not in spans:

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autockpt.cost.step import simulate
+from autockpt.cost.simulation import simulate
 from autockpt.devices import transport_for
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema import Environment, Graph, OpTimes

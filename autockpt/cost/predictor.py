@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autockpt.checkpointing.fingerprint import TABLE_BYTES
-from autockpt.cost.step import Simulation, simulate
+from autockpt.cost.simulation import Simulation, simulate
 from autockpt.devices import host_bytes_of
 from autockpt.interpreter import patched
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, OpTimes, Prediction, plan_hash
@@ -106,16 +106,16 @@ class Predictor:
 
     def learn(self, choices: Mapping[str, Choice], graph: Graph) -> Prediction:
         """Keep the prediction of a plan whose ghost run is at hand."""
-        prediction = self._said(choices, graph, self.needs)
+        prediction = self._prediction(choices, graph, self.needs)
         self._known[plan_hash(choices)] = (dict(choices), prediction)
         self._graphs[plan_hash(choices)] = graph
         return prediction
 
-    def elsewhere(self, choices: Mapping[str, Choice]) -> Prediction:
+    def within_least_budget(self, choices: Mapping[str, Choice]) -> Prediction:
         """What the plan would do within the least budget that it fits, whatever this predictor is kept to."""
-        return self._said(choices, self.graph(choices), self.needs.smallest_budget)
+        return self._prediction(choices, self.graph(choices), self.needs.smallest_budget)
 
-    def _said(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int]) -> Prediction:
+    def _prediction(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int]) -> Prediction:
         host_seconds = sum(map(self.op_times.host_seconds_of, choices.values()))
         return Prediction(
             peak_bytes=needs(graph),
@@ -129,7 +129,7 @@ SAFETY = 0.02
 every request that libraries make."""
 
 
-def memory_at_hand(
+def local_memory(
     environment: Environment, budget_bytes: int | None = None, times: OpTimes | None = None
 ) -> MemoryModel:
     """What graphs need of a local device: of an accelerator whole segments of its allocator, not tensors alone.
@@ -214,7 +214,7 @@ class MemoryModel:
         return replace(self, budget_bytes=None if budget_bytes is None else min(budget_bytes, self.memory_bytes))
 
 
-def said_of(hardware: Hardware) -> str:
+def memory_note(hardware: Hardware) -> str:
     """What is in a ``MemoryModel``, for people."""
     if not hardware.caches:
         return "Bytes are those that tensors hold."

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from autockpt.cost.segments import OpRange, segment_peaks, segments
+from autockpt.cost.op_ranges import OpRange, op_ranges, range_peaks
 from autockpt.schema.choices import OFFLOAD, Offload
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.profile import Menu
@@ -39,12 +39,12 @@ def build_problem(
     planned = [*base.blocks(), *([head] if head is not None else [])]
     units = [_unit(unit.name, by_kind[unit.kind], price or {}) for unit in planned]
     saving = [unit.options[0] for unit in units]
-    parts = segments(base, [unit.name for unit in planned])
+    parts = op_ranges(base, [unit.name for unit in planned])
     before = [0]
     for option in saving:
         before.append(before[-1] + option.kept)
     whole = base.in_flight > 1
-    points = [_point(s, peak, before, saving, whole) for s, peak in zip(parts, segment_peaks(base, parts), strict=True)]
+    points = [_point(s, peak, before, saving, whole) for s, peak in zip(parts, range_peaks(base, parts), strict=True)]
     problem = Problem(
         units=tuple(units),
         points=tuple(points),
@@ -67,11 +67,11 @@ def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[in
     None where it has no op there; a part of it that ``base`` lacks counts to the point before it.
     """
     names = [unit.name for unit in (*base.blocks(), *([head] if head is not None else []))]
-    places = {s.key: i for i, s in enumerate(segments(base, names))}
+    places = {s.key: i for i, s in enumerate(op_ranges(base, names))}
     out: list[int | None] = [None] * len(places)
-    parts = segments(graph, names)
+    parts = op_ranges(graph, names)
     at = 0
-    for s, peak in zip(parts, segment_peaks(graph, parts), strict=True):
+    for s, peak in zip(parts, range_peaks(graph, parts), strict=True):
         at = places.get(s.key, at)
         out[at] = max(out[at] or 0, peak)
     return tuple(out)
@@ -79,7 +79,7 @@ def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[in
 
 def passed_on(base: Graph, units: Sequence[str]) -> dict[str, int]:
     """Bytes that each unit makes in forward and that later ones keep: gone before its own backward begins."""
-    spans = {(s.unit, s.place): s for s in reversed(segments(base, units)) if s.micro_batch == 0}
+    spans = {(s.unit, s.place): s for s in reversed(op_ranges(base, units)) if s.micro_batch == 0}
     turn = min((s.first for (_, place), s in spans.items() if place == "backward"), default=len(base.ops))
     found = dict.fromkeys(units, 0)
     for storage in base.storages:

@@ -22,7 +22,7 @@ from autockpt.cost.menus import (
 from autockpt.cost.op_times import ANCHORS, TIMED_OPS, cached_op_times, calibrated, store
 from autockpt.cost.predictor import MemoryModel, Predictor, Traces
 from autockpt.cost.problem import build_problem, passed_on, point_bytes
-from autockpt.cost.step import simulate
+from autockpt.cost.simulation import simulate
 from autockpt.devices import host_bytes_of
 from autockpt.errors import ConflictError, DeviceOutOfMemory
 from autockpt.measuring.base import TIMED_CYCLE, Measurer, beats_counted, cycles_to_time
@@ -157,7 +157,7 @@ class CostModel:
         host = math.inf if self.host_budget is None else self.host_budget
         plans = [(plan, run.peak_bytes) for plan, run in self.predictor.ghost_runs if run.host_bytes <= host]
         leanest = sorted(plans, key=itemgetter(1))[:_LEANEST]
-        return min((self.predictor.elsewhere(plan).peak_bytes for plan, _ in leanest), default=None)
+        return min((self.predictor.within_least_budget(plan).peak_bytes for plan, _ in leanest), default=None)
 
     def smallest_segmented(self) -> int | None:
         """The peak in bytes, overhead included, of the leanest plan with segments; None where there is none."""

@@ -2,4 +2,4 @@
 
 from autockpt.devices.base import OffloadHandle, Peak, Transport
 from autockpt.devices.registry import DEVICES, Device, get_device, make_current
-from autockpt.devices.transport import OffloadTransports, Transports, host_bytes_of, said_of_host, transport_for
+from autockpt.devices.transport import OffloadTransports, Transports, host_bytes_of, host_notes, transport_for

@@ -108,7 +108,7 @@ def host_bytes_of(copies: Iterable[Copy], device_kind: str, limit: int | None = 
     return use.peak
 
 
-def said_of_host(environment: Environment, host_bytes: int, host_budget: int | None = None) -> tuple[str, ...]:
+def host_notes(environment: Environment, host_bytes: int, host_budget: int | None = None) -> tuple[str, ...]:
     """A note on the host memory that a plan's offloading takes, and on what there is; none where it takes none.
 
     ``environment`` is that of the plan: the machine here, or a described device, whose host is not described.

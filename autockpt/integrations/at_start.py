@@ -18,7 +18,7 @@ from autockpt.runtime import Handle, apply
 from autockpt.schema import words
 from autockpt.schema.plan import Plan, applied
 from autockpt.schema.request import SearchOutcome
-from autockpt.schema.runs import plan_at
+from autockpt.schema.run_directory import plan_at
 from autockpt.tuning import answer, search_request
 from autockpt.workload import Step
 

@@ -18,7 +18,7 @@ from typing import Any
 from autockpt.errors import PlanError, UsageError
 from autockpt.schema import words
 from autockpt.schema.base import Data, did_you_mean
-from autockpt.schema.known import known_plans
+from autockpt.schema.baselines import baseline_plans
 from autockpt.schema.names import listing, outermost
 from autockpt.schema.plan import Plan
 from autockpt.schema.sizes import format_binary
@@ -138,7 +138,7 @@ def _grouped(choices: dict[str, Any]) -> Iterable[tuple[Any, list[str]]]:
 
 def _figures(plan: Plan, does: dict[str, str]) -> Iterable[str]:
     """What a plan's search found about this very setting, where it is one of the usual plans compared there."""
-    usual = known_plans(list(does), ("recompute", "offload", "recompute_offload"))
+    usual = baseline_plans(list(does), ("recompute", "offload", "recompute_offload"))
     for row in plan.baselines:
         reading = row.measured or row.predicted
         if reading is not None and {unit: c.kind for unit, c in usual.get(row.name, {}).items()} == does:

@@ -19,7 +19,7 @@ from autockpt.process import Child, ChildDied, ChildSilent, child_environment, l
 from autockpt.schema.device import Environment
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload.step import unheard
+from autockpt.workload.step import ignore
 
 _MODULE = "autockpt.measuring.worker"
 _SIGKILL = -9
@@ -50,11 +50,11 @@ class WorkerMeasurer(Measurer):
     ) -> None:
         refuse_many_processes()
         self._workload = {"spec": spec, "device": device_name, "host_budget": host_budget, "compile": compile}
-        self.anew = partial(WorkerMeasurer, spec, device_name, host_budget=host_budget, compile=compile)
+        self.another = partial(WorkerMeasurer, spec, device_name, host_budget=host_budget, compile=compile)
         """Makes another one of the same workload."""
         self._wanted = get_device(device_name).environment
         self.patience = PATIENCE_SECONDS
-        self.beat: Callable[[str], None] = unheard
+        self.beat: Callable[[str], None] = ignore
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
         self._child: Child | None = None
         self._environment: Environment | None = None
@@ -78,7 +78,7 @@ class WorkerMeasurer(Measurer):
         """
         return patched(self, "_deadline", min(self._deadline, time.monotonic() + seconds))
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Give the device back: end the worker until the next request, which starts a new one."""
         child, self._child, self._starting = self._child, None, False
         if child is not None:
@@ -87,7 +87,7 @@ class WorkerMeasurer(Measurer):
     def close(self) -> None:
         """End the worker. May be called more than once."""
         self._closed = True
-        self.rest()
+        self.release()
         self.log.close()
 
     @property
@@ -110,7 +110,7 @@ class WorkerMeasurer(Measurer):
         if self._closed:
             raise MeasurementError("this measurer is closed", remedy="Make a new one.")
         if self._child is None or (not self._starting and not self._child.alive):
-            self.rest()
+            self.release()
             self._spawn()
         if not self._starting:
             return
@@ -118,7 +118,7 @@ class WorkerMeasurer(Measurer):
             self._environment = self._await()
             self._starting = False
         except BaseException:
-            self.rest()
+            self.release()
             raise
 
     def _ask(self, verb: str, **arguments: Any) -> Any:
@@ -131,7 +131,7 @@ class WorkerMeasurer(Measurer):
         except AutockptError:
             raise
         except BaseException:  # Ctrl-C: the worker is in the middle of something whose answer nobody will read
-            self.rest()
+            self.release()
             raise
 
     def _send(self, verb: str, arguments: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ class WorkerMeasurer(Measurer):
         try:
             yield
         except ChildSilent:
-            self.rest()
+            self.release()
             if time.monotonic() >= self._deadline:
                 raise TimeLimitReached(f"the worker process was ended at the time limit while {doing}") from None
             raise MeasurementError(
@@ -165,7 +165,7 @@ class WorkerMeasurer(Measurer):
                 remedy=f"Try a smaller batch or model. {self._printed()}",
             ) from None
         except ChildDied as death:
-            self.rest()
+            self.release()
             if death.code == _SIGKILL:
                 raise DeviceOutOfMemory(
                     f"the system killed the worker process while {doing}, most likely because memory ran out",

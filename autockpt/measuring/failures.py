@@ -11,7 +11,7 @@ from autockpt.errors import AutockptError, DeviceOutOfMemory
 
 
 @contextmanager
-def letting_go(device: Device, what: str) -> Iterator[None]:
+def releasing_memory(device: Device, what: str) -> Iterator[None]:
     """Turn the device's out-of-memory error into ours, after letting go of all that its frames and caches hold."""
     try:
         yield
@@ -37,12 +37,12 @@ def forget_frames(error: BaseException) -> None:
 
     They hold the step's activations: without this, memory that ran out stays full for as long as the exception lives.
     """
-    for one in chain(error):
+    for one in chained(error):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
 
 
-def chain(error: BaseException) -> Iterator[BaseException]:
+def chained(error: BaseException) -> Iterator[BaseException]:
     """The exception and all that it was raised from, or while handling, or that a compiler wrapped in it."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

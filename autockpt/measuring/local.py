@@ -14,7 +14,7 @@ from autockpt.devices import get_device
 from autockpt.errors import MeasurementError, UsageError
 from autockpt.interpreter import signals_deferred
 from autockpt.measuring.base import Measurer
-from autockpt.measuring.compiled import Compiler
+from autockpt.measuring.compiler import Compiler
 from autockpt.measuring.environment import environment_of
 from autockpt.measuring.runner import StepRunner
 from autockpt.measuring.snapshot import Snapshot

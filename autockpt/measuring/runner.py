@@ -20,8 +20,8 @@ from autockpt.devices.streams import pinned_memory_kept
 from autockpt.errors import MeasurementError
 from autockpt.interpreter import collection_paused, has_frozen_objects
 from autockpt.measuring.base import TIMED_CYCLE, Choices
-from autockpt.measuring.compiled import SETTLING, Compiler
-from autockpt.measuring.failures import letting_go
+from autockpt.measuring.compiler import SETTLING, Compiler
+from autockpt.measuring.failures import releasing_memory
 from autockpt.measuring.snapshot import structure_of
 from autockpt.measuring.statistics import noise
 from autockpt.policies.offload import MOVING
@@ -31,7 +31,7 @@ from autockpt.schema.plan import plan_hash
 from autockpt.schema.trial import Measurement
 from autockpt.verification import Observation, observe
 from autockpt.workload import Step
-from autockpt.workload.step import unheard
+from autockpt.workload.step import ignore
 
 
 @dataclass(eq=False, repr=False)
@@ -51,7 +51,7 @@ class StepRunner:
     workload: Step
     device: Device
     _: KW_ONLY
-    beat: Callable[[str], None] = unheard
+    beat: Callable[[str], None] = ignore
     host_budget: int | None = None
     compiler: Compiler | None = None
     barrier: Callable[[], object] | None = None
@@ -191,7 +191,7 @@ class StepRunner:
         self.device.release()
         self._freezer.freeze()
         with ExitStack() as stack:
-            stack.enter_context(letting_go(self.device, what))
+            stack.enter_context(releasing_memory(self.device, what))
             stack.callback(self._tidy)
             if self.workload.full_step is None:
                 stack.enter_context(weights_held(self.workload.optimizer))

@@ -19,7 +19,7 @@ from typing import Any
 
 from autockpt.errors import AutockptError, MeasurementError
 from autockpt.interpreter import with_room
-from autockpt.measuring.failures import device_lost, letting_go
+from autockpt.measuring.failures import device_lost, releasing_memory
 from autockpt.process import be_killed_first
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.workload import WorkloadSpec
@@ -53,7 +53,7 @@ class Worker:
         """Build the workload; the environment that it is measured in."""
 
         from autockpt.devices import get_device, make_current
-        from autockpt.measuring.compiled import Compiler
+        from autockpt.measuring.compiler import Compiler
         from autockpt.measuring.environment import environment_of
         from autockpt.measuring.runner import StepRunner
         from autockpt.workload import build
@@ -62,7 +62,7 @@ class Worker:
         self._beat("imported")
         environment = environment_of(there)
         make_current(there)
-        with letting_go(there, "building the model"):
+        with releasing_memory(there, "building the model"):
             workload = build(spec, there.torch_device)
         self._beat("built")
         compiler = Compiler(compile, there.kind, beat=self._beat) if compile else None

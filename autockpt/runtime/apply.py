@@ -25,7 +25,7 @@ from autockpt.runtime.choice_sets import BatchSets, attach_sets
 from autockpt.runtime.session import Session, attach, compiled_as
 from autockpt.schema.choices import Choice, with_plan_errors
 from autockpt.schema.plan import Plan
-from autockpt.schema.runs import plan_at
+from autockpt.schema.run_directory import plan_at
 from autockpt.schema.sizes import parse_budget
 from autockpt.workload.step import weights_dtype
 from autockpt.workload.units import discover_head, discover_units, plan_units

@@ -22,6 +22,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_
 from autockpt.errors import PlanError
 from autockpt.schema import words
 from autockpt.schema.base import Data, Facts, refused, validating
+from autockpt.schema.baselines import ALL, NONE
 from autockpt.schema.choices import (
     SAVE,
     Choice,
@@ -35,7 +36,6 @@ from autockpt.schema.choices import (
 from autockpt.schema.device import Environment
 from autockpt.schema.files import set_aside, write_file, writing
 from autockpt.schema.graph import Unit, UnitRole
-from autockpt.schema.known import ALL, NONE
 from autockpt.schema.names import (
     Entry,
     align,

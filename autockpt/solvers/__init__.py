@@ -2,5 +2,5 @@
 
 from autockpt.solvers.exact import exact, leanest
 from autockpt.solvers.refine import Checked, Refined, refine
-from autockpt.solvers.runs import refine_two_runs, two_runs
 from autockpt.solvers.segments import Segments, refine_segmented
+from autockpt.solvers.split import refine_split, split_plans

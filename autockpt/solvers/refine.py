@@ -26,7 +26,7 @@ from autockpt.solvers.problem import (
     seconds_of,
 )
 
-Plan = Mapping[str, Choice]
+UnitChoices = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
 CAUTIOUS = 0.1  # share of what a refused plan missed that corrects the others, once some plan fits
 FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
@@ -47,7 +47,7 @@ class Checked(NamedTuple):
     host_bytes: int = 0
 
 
-Checker = Callable[[Plan], Checked]
+Checker = Callable[[UnitChoices], Checked]
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Refinement:
         self.offsets[_head(self.problem, plan)] = self._observed(plan, checked)
         return self._note(plan, checked)
 
-    def _offsets(self, plan: Plan) -> Sequence[int]:
+    def _offsets(self, plan: UnitChoices) -> Sequence[int]:
         """What checks on plans with the same head taught about the points' bytes."""
         return self.offsets.get(_head(self.problem, plan), (0,) * len(self.problem.points))
 
@@ -181,10 +181,10 @@ class _Refinement:
     def _fits_host(self, checked: Checked) -> bool:
         return self.problem.host_budget is None or checked.host_bytes <= self.problem.host_budget
 
-    def _key(self, plan: Plan) -> tuple[Choice, ...]:
+    def _key(self, plan: UnitChoices) -> tuple[Choice, ...]:
         return tuple(plan[unit.name] for unit in self.problem.units)
 
-    def _ask(self, plan: Plan) -> Checked | None:
+    def _ask(self, plan: UnitChoices) -> Checked | None:
         """What the check says of a plan; None where it is unknown and no call is left."""
         key = self._key(plan)
         if key not in self.remembered:
@@ -201,7 +201,7 @@ class _Refinement:
         """Whether that is less than the best plan takes, by as much as is worth a call."""
         return self.best is None or seconds < seconds_of(self.problem, self.best) - self._worthwhile()
 
-    def _note(self, plan: Plan, checked: Checked) -> bool:
+    def _note(self, plan: UnitChoices, checked: Checked) -> bool:
         """Remember a checked plan; True where it fits."""
         if self.leanest is None or self._need(checked) < self._need(self._checked(self.leanest)):
             self.leanest = dict(plan)
@@ -215,7 +215,7 @@ class _Refinement:
         """What plans are compared by: those within the host budget need less than all others."""
         return not self._fits_host(checked), checked.peak_bytes
 
-    def _observed(self, plan: Plan, checked: Checked) -> tuple[int, ...]:
+    def _observed(self, plan: UnitChoices, checked: Checked) -> tuple[int, ...]:
         """Offsets per point that make the linear model agree with a checked."""
         if checked.point_bytes is None:
             error = checked.peak_bytes - peak_of(self.problem, plan)
@@ -239,7 +239,7 @@ class _Refinement:
         at = [v for v, point in zip(seen, self.problem.points, strict=True) if v is not None and _depends(point)]
         return peak - max(at, default=peak)
 
-    def _checked(self, plan: Plan) -> Checked:
+    def _checked(self, plan: UnitChoices) -> Checked:
         return self.remembered[self._key(plan)]
 
     def _worthwhile(self) -> float:
@@ -271,7 +271,7 @@ def solved(problem: Problem, offsets: Offsets) -> Assignment:
     return min(answers, key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
 
 
-def _head(problem: Problem, plan: Plan) -> Choice | None:
+def _head(problem: Problem, plan: UnitChoices) -> Choice | None:
     return None if problem.head is None else plan[problem.head]
 
 

@@ -18,13 +18,13 @@ from autockpt.workload import Step
 from autockpt.workload.storages import nested_tensors
 
 _WEIGHT_COPIES = frozenset({"_to_copy"})
-Source = Literal["ghost", "recorded"]
-Place = tuple[str, str | None]
+GraphSource = Literal["ghost", "recorded"]
+ModuleUnit = tuple[str, str | None]
 """A module's path, and the unit that it lies in."""
 
 
 def to_graph(
-    recorder: Recorder, workload: Step, places: Sequence[Place], source: Source, units: tuple[Unit, ...] = ()
+    recorder: Recorder, workload: Step, places: Sequence[ModuleUnit], source: GraphSource, units: tuple[Unit, ...] = ()
 ) -> Graph:
     """What a recorder has recorded of one cycle of ``workload``; ``places`` are those of the location's modules."""
     log = recorder.log
@@ -65,7 +65,7 @@ def to_graph(
     )
 
 
-def _owners(log: StorageLog, workload: Step, places: Sequence[Place]) -> dict[int, str | None]:
+def _owners(log: StorageLog, workload: Step, places: Sequence[ModuleUnit]) -> dict[int, str | None]:
     """The unit of every weight, by storage."""
     units = dict(places)
     owners: dict[int, str | None] = {}

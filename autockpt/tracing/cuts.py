@@ -45,7 +45,7 @@ def find_cuts(graph: Graph, called: Collection[str]) -> list[str]:
     return cuts("")
 
 
-def said_of_cuts(graph: Graph, cuts: Sequence[str]) -> str:
+def cuts_note(graph: Graph, cuts: Sequence[str]) -> str:
     """One sentence on the cuts and on what they hold."""
     kept, given = bytes_of_modules(graph)
     held, inputs = (sum(of.get(cut, 0) for cut in cuts) for of in (kept, given))
@@ -56,7 +56,7 @@ def said_of_cuts(graph: Graph, cuts: Sequence[str]) -> str:
     )
 
 
-def said_of_left_out(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
+def left_out_notes(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
     """A sentence on modules that keep much of the peak for backward and are no units, the largest first; else none.
 
     ``graph`` saves everything; ``outside`` are the modules that were called outside of units and of the output head.

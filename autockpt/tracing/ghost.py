@@ -18,7 +18,7 @@ from autockpt.tracing.kernels.operators import leaves
 from autockpt.tracing.kernels.triton_launches import no_launches
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import OpCall, Recorder
-from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Layout, Outcome, Shapes
+from autockpt.tracing.shapes import DEPENDS_ON_VALUES, Outcome, Shapes, TensorLayout
 from autockpt.tracing.storages import StorageLog
 
 # Values of this many bytes are worth having for true answers (masks, positions, tables); more cost time and memory.
@@ -74,7 +74,7 @@ class GhostMode(Recorder):
 
     def allocate(self, nbytes: int) -> Tensor:
         """A 1-D uint8 ghost, born before the op that runs next."""
-        buffer = self._ghost(Layout((nbytes,), (1,), torch.uint8, nbytes), self.log.clock)
+        buffer = self._ghost(TensorLayout((nbytes,), (1,), torch.uint8, nbytes), self.log.clock)
         self.place(buffer)
         return buffer
 
@@ -128,7 +128,7 @@ class GhostMode(Recorder):
             if tensor.numel() * tensor.element_size() > self._real_bytes(tensor.dtype, tensor.dim()):
                 return False
         tree = self._outcome(call).tree
-        return all(leaf.nbytes <= self._real_bytes(leaf.dtype, len(leaf.size)) for leaf in leaves(tree, Layout))
+        return all(leaf.nbytes <= self._real_bytes(leaf.dtype, len(leaf.size)) for leaf in leaves(tree, TensorLayout))
 
     def _real_bytes(self, dtype: torch.dtype, dims: int) -> int:
         number = dtype.is_floating_point or dtype.is_complex
@@ -175,7 +175,7 @@ class GhostMode(Recorder):
 
     def _result(self, tree: Any, call: OpCall) -> Any:
         operator = call.kind.operator
-        if isinstance(tree, Layout):
+        if isinstance(tree, TensorLayout):
             if operator.routing and operator.base in _ONLY_POSITIONS:
                 return self._positions(tree, call)
             return self._ghost(tree, self.log.clock - 1)
@@ -186,17 +186,17 @@ class GhostMode(Recorder):
             argument = operator.returned[i] if operator.mutates else None
             if argument is not None:
                 result.append(call.argument(argument))
-            elif operator.routing and i == 1 and isinstance(item, Layout):
+            elif operator.routing and i == 1 and isinstance(item, TensorLayout):
                 result.append(self._positions(item, call))
             else:
                 result.append(self._result(item, call))
         return result if isinstance(tree, list) else tuple(result)
 
-    def _ghost(self, layout: Layout, birth: int) -> Tensor:
+    def _ghost(self, layout: TensorLayout, birth: int) -> Tensor:
         storage, _ = self.log.ghost(layout.nbytes, birth)
         return torch.empty(0, dtype=layout.dtype).set_(storage, 0, layout.size, layout.stride)
 
-    def _positions(self, layout: Layout, call: OpCall) -> Tensor:
+    def _positions(self, layout: TensorLayout, call: OpCall) -> Tensor:
         """Positions as if each were chosen equally often: sorts keep the order, choices take turns."""
         if layout.dtype is not torch.int64 or layout.nbytes > _REAL_BYTES:
             return self._ghost(layout, self.log.clock - 1)

@@ -26,9 +26,9 @@ from autockpt.errors import AutockptError, GhostError, how_it_ended
 from autockpt.interpreter import with_room
 from autockpt.process import Child, ChildDied, ChildSilent, be_killed_first, child_environment, last_lines, wait
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing.assemble import Source
+from autockpt.tracing.assemble import GraphSource
 from autockpt.tracing.kernels.cuda_kernels import Capability
-from autockpt.tracing.run import Found, GhostRun, RecordedRun, TracedRun
+from autockpt.tracing.traced_run import Found, GhostRun, RecordedRun, TracedRun
 from autockpt.workload.failures import crash_site, summary
 
 _SECONDS_TO_WAKE = 60.0
@@ -67,7 +67,7 @@ class GhostProcess:
             raise
 
     @classmethod
-    def fork(cls, source: Source, prepare: Prepare) -> GhostProcess:
+    def fork(cls, source: GraphSource, prepare: Prepare) -> GhostProcess:
         """A copy of this process in which ``prepare`` sets up the run. Raises NotForkable."""
         if not can_fork():
             raise NotForkable("an accelerator is in use")
@@ -84,7 +84,7 @@ class GhostProcess:
         return cls(start)
 
     @classmethod
-    def spawn(cls, source: Source, build: Build) -> GhostProcess:
+    def spawn(cls, source: GraphSource, build: Build) -> GhostProcess:
         """A fresh Python process, without accelerators, that builds a workload."""
         environment = child_environment() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         return cls(
@@ -183,7 +183,7 @@ def main(socket: int) -> None:
     os._exit(0)
 
 
-def _serve(connection: Connection, source: Source, threads: int, prepare: Prepare | None) -> None:
+def _serve(connection: Connection, source: GraphSource, threads: int, prepare: Prepare | None) -> None:
     """Answer requests until the connection ends. Returns to its caller, which must end the process.
 
     ``source`` says whether steps are ghost-run or recorded, ``threads`` is the parent's number; ``prepare`` builds or
@@ -283,7 +283,7 @@ def _answer(connection: Connection, work: Callable[[], Any]) -> bool:
     return True
 
 
-def _new_run(source: Source, threads: int) -> TracedRun:
+def _new_run(source: GraphSource, threads: int) -> TracedRun:
     if source == "recorded":
         return RecordedRun(torch.device("cpu"))
     return GhostRun(threads=threads)

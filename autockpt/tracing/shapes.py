@@ -21,7 +21,7 @@ from autockpt.tracing.kernels.operators import Argument, Operator, channels_last
 from autockpt.tracing.kernels.signature import contiguous_stride
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """A tensor to come: sizes and strides in elements, and the bytes of its storage."""
 
     size: tuple[int, ...]
@@ -30,10 +30,10 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-def dense(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Layout:
+def dense(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> TensorLayout:
     """The layout of a tensor that fills its storage; contiguous where no strides are given."""
     stride = contiguous_stride(size) if stride is None else tuple(stride)
-    return Layout(tuple(size), stride, dtype, math.prod(size) * dtype.itemsize)
+    return TensorLayout(tuple(size), stride, dtype, math.prod(size) * dtype.itemsize)
 
 
 # Inference goes by decompositions whose operands stand in another order, and the first dense operand decides strides.
@@ -44,7 +44,7 @@ _ELEMENTWISE = frozenset(
 _ELEMENTWISE_REVERSED = frozenset(("threshold_backward", "leaky_relu_backward"))
 
 
-def _like_iterator(tree: Layout, tensors: Sequence[Tensor]) -> Layout:
+def _like_iterator(tree: TensorLayout, tensors: Sequence[Tensor]) -> TensorLayout:
     """Strides as the kernels' own iterator lays them out for these operands in this order."""
     if not 2 <= len(tensors) <= 3:
         return tree
@@ -81,34 +81,34 @@ def _group_norm_backward(argument: Argument) -> Any:
 
 
 def _all_contiguous(tree: Any, argument: Argument) -> Any:
-    if isinstance(tree, Layout):
+    if isinstance(tree, TensorLayout):
         return dense(tree.size, None, tree.dtype)
     return tuple(_all_contiguous(item, argument) for item in tree)
 
 
 def _first_contiguous(tree: Any, argument: Argument) -> Any:
-    return (_all_contiguous(tree[0], argument), *tree[1:]) if isinstance(tree[0], Layout) else tree
+    return (_all_contiguous(tree[0], argument), *tree[1:]) if isinstance(tree[0], TensorLayout) else tree
 
 
-def _suggested(x: Tensor) -> Layout:
+def _suggested(x: Tensor) -> TensorLayout:
     """A new tensor in the memory format that ``x`` suggests: channels last or contiguous."""
     shape = torch.empty(x.size(), device="meta", memory_format=channels_last(x) or torch.contiguous_format)
     return dense(x.size(), shape.stride(), x.dtype)
 
 
-def _like_input(tree: Layout, argument: Argument) -> Layout:
+def _like_input(tree: TensorLayout, argument: Argument) -> TensorLayout:
     """Contiguous, in the input's type."""
     return dense(tree.size, None, argument("self").dtype)
 
 
-def _cross_entropy(tree: Layout, argument: Argument) -> Layout:
+def _cross_entropy(tree: TensorLayout, argument: Argument) -> TensorLayout:
     """Strides of its input where it stays as large."""
     like = torch.empty_like(argument("self"), device="meta")
     whole = tree.size == like.size()
     return dense(like.size(), like.stride(), like.dtype) if whole else _reduced_in_place(tree, argument)
 
 
-def _reduced_in_place(tree: Layout, argument: Argument) -> Layout:
+def _reduced_in_place(tree: TensorLayout, argument: Argument) -> TensorLayout:
     """Losses that shrink the unreduced result to its mean or sum: the memory stays as large as it was."""
     target = argument("target")
     count = math.prod(torch.broadcast_shapes(argument("self").size(), target.size()))
@@ -127,7 +127,7 @@ def _recurrent_layer(tree: Any, argument: Argument) -> Any:
     return (*tree[:3], dense(workspace.size(), workspace.stride(), workspace.dtype))
 
 
-def _grouped_mm(argument: Argument) -> Layout:
+def _grouped_mm(argument: Argument) -> TensorLayout:
     """Grouped matrix products pad their rows to 16 bytes; inference takes bf16 only and forgets the padding."""
     a, b, offsets = argument("self"), argument("mat2"), argument("offs")
     dtype = argument("out_dtype") or a.dtype
@@ -140,10 +140,10 @@ def _grouped_mm(argument: Argument) -> Layout:
     padded = -(-columns // unit) * unit
     stride = (padded, 1) if len(size) == 2 else (rows * padded, padded, 1)
     elements = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if math.prod(size) else 0
-    return Layout(size, stride, dtype, elements * dtype.itemsize)
+    return TensorLayout(size, stride, dtype, elements * dtype.itemsize)
 
 
-def _ctc_loss(argument: Argument) -> tuple[Layout, Layout]:
+def _ctc_loss(argument: Argument) -> tuple[TensorLayout, TensorLayout]:
     """A loss per sample and the forward variables of the longest target (``native/LossCTC.cpp``)."""
     scores, lengths = argument("log_probs"), argument("target_lengths")
     values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
@@ -153,7 +153,7 @@ def _ctc_loss(argument: Argument) -> tuple[Layout, Layout]:
     return dense(size[:1], (1,), scores.dtype), dense(size, None, scores.dtype)
 
 
-def _int8_quantised(argument: Argument) -> tuple[Layout, Layout, Layout | None]:
+def _int8_quantised(argument: Argument) -> tuple[TensorLayout, TensorLayout, TensorLayout | None]:
     """bitsandbytes' rows in 8 bits, their scales, and columns of outliers where these are looked for: none."""
     x = argument("A")
     rows = x.numel() // x.size(-1)
@@ -161,7 +161,7 @@ def _int8_quantised(argument: Argument) -> tuple[Layout, Layout, Layout | None]:
     return dense(x.size(), None, torch.int8), dense((rows,), (1,), torch.float32), outliers
 
 
-def _int8_product(argument: Argument) -> tuple[Layout, Layout]:
+def _int8_product(argument: Argument) -> tuple[TensorLayout, TensorLayout]:
     x, codes, weight = argument("A"), argument("CA"), argument("CB")
     size = (*codes.shape[:-1], weight.size(0))
     return dense(size, None, x.dtype), dense((0,), (1,), x.dtype)
@@ -228,7 +228,7 @@ class Shapes:
         rule = _REPLACEMENTS.get(operator.base)
         if rule is not None:
             tree = rule(argument)
-            made = tree_map_only(Layout, _meta, tree, is_leaf=lambda part: isinstance(part, Layout))
+            made = tree_map_only(TensorLayout, _meta, tree, is_leaf=lambda part: isinstance(part, TensorLayout))
             return Outcome(tree, count_flops(operator, args, kwargs, made))
         try:
             with patched(_LOGGER, "disabled", True), self._mode:
@@ -251,11 +251,11 @@ def _fake(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
 
-def _layout(tensor: Tensor) -> Layout:
+def _layout(tensor: Tensor) -> TensorLayout:
     nbytes = tensor.untyped_storage().nbytes()
-    return Layout(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, int(nbytes))
+    return TensorLayout(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, int(nbytes))
 
 
-def _meta(layout: Layout) -> Tensor:
+def _meta(layout: TensorLayout) -> Tensor:
     """A tensor without memory of this layout."""
     return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")

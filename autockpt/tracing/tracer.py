@@ -17,12 +17,12 @@ from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Plan
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing.assemble import Source
-from autockpt.tracing.crew import MOST, Crew
+from autockpt.tracing.assemble import GraphSource
 from autockpt.tracing.kernels.cuda_kernels import Capability
 from autockpt.tracing.kernels.cuda_memory import as_seen_by, capability_of, changed, with_buckets
+from autockpt.tracing.pool import MOST, GhostPool
 from autockpt.tracing.process import Build, GhostProcess, NotForkable, can_fork
-from autockpt.tracing.run import GhostRun, capability_at
+from autockpt.tracing.traced_run import GhostRun, capability_at
 from autockpt.workload import BUCKETS, Step, preload
 from autockpt.workload.units import units_named
 
@@ -43,7 +43,7 @@ class Tracer:
     """
 
     def __init__(
-        self, backend: Crew | GhostRun, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
+        self, backend: GhostPool | GhostRun, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
     ) -> None:
         self._backend, self._notes, self._view = backend, notes, view
         self.units, self.head, self.outside, settings, self.notes = backend.found
@@ -80,7 +80,7 @@ class Tracer:
         elif capability is None and target.type == "cuda":
             capability = capability_at(target)  # here: the child sees no GPU
         build, tracer = (spec, target, capability), None
-        if beside is not None and isinstance(beside._backend, Crew):
+        if beside is not None and isinstance(beside._backend, GhostPool):
             with suppress(NotForkable, OSError):
                 tracer = cls(beside._backend.with_another(build), view=view)
         if tracer is None:
@@ -110,7 +110,7 @@ class Tracer:
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Plans that ``trace`` will be asked for: where there are cores for it they are ghost-run side by side."""
-        if isinstance(self._backend, Crew):
+        if isinstance(self._backend, GhostPool):
             self._backend.ahead([_in_order(plan, self.units) for plan in plans])
 
     def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph:
@@ -119,7 +119,7 @@ class Tracer:
         Raises PlanError or ConflictError where they cannot be attached, GhostError or WorkloadError where the step
         fails.
         """
-        with uncollected():
+        with without_collection():
             graph = self._backend.trace(_in_order(choices or {}, self.units))
             if self._notes:
                 graph = changed(graph, notes=(*self._notes, *graph.notes))
@@ -127,7 +127,7 @@ class Tracer:
 
     def close(self) -> None:
         """End what was started. Idempotent."""
-        if isinstance(self._backend, Crew):
+        if isinstance(self._backend, GhostPool):
             self._backend.close()
 
     def __enter__(self) -> Tracer:
@@ -163,7 +163,7 @@ def open_tracer(
     return tracer, spec
 
 
-def _start(source: Source, build: Build) -> GhostProcess:
+def _start(source: GraphSource, build: Build) -> GhostProcess:
     if can_fork():
         preload(build[0])  # here, so that neither this child nor a later one has to
         with suppress(NotForkable):
@@ -177,19 +177,19 @@ def _start(source: Source, build: Build) -> GhostProcess:
 
 
 def _ghost_or_recorded(
-    start: Callable[[Source], GhostProcess],
+    start: Callable[[GraphSource], GhostProcess],
     fallback: bool,
     view: Callable[[Graph], Graph] | None = None,
     most: int = 1,
 ) -> Tracer:
     try:
-        return Tracer(Crew(start("ghost"), most), view=view)
+        return Tracer(GhostPool(start("ghost"), most), view=view)
     except GhostError as error:
         if not fallback:
             raise
         why = error.message
     try:
-        return Tracer(Crew(start("recorded"), 1), (f"A real step on the CPU was recorded, because {why}.",), view)
+        return Tracer(GhostPool(start("recorded"), 1), (f"A real step on the CPU was recorded, because {why}.",), view)
     except GhostError as error:
         own = "" if error.remedy == GhostError.default_remedy else f"{error.remedy} "
         raise TracingError(error.message, remedy=f"{own}{_BY_ITSELF}") from None
@@ -199,7 +199,7 @@ _frozen = False  # whether objects were seen has_frozen_objects by somebody else
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """No garbage collection while a graph is made: it would look again and again at records that all stay.
 
     Nor right afterwards: what was made inside counts as old, unless this process keeps objects frozen for itself.

@@ -21,12 +21,12 @@ from autockpt.errors import (
     TimeLimitReached,
     UsageError,
 )
-from autockpt.measuring.compiled import missing
+from autockpt.measuring.compiler import missing
 from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, Measurement, SearchRequest, Trial
+from autockpt.schema.baselines import ALL, EVERY_2, NONE, baseline_plans
 from autockpt.schema.choices import CompileBudget, SearchSpace, Selective
-from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
 from autockpt.schema.sizes import format_bytes
-from autockpt.solvers import two_runs
+from autockpt.solvers import split_plans
 from autockpt.solvers.problem import Option, Point, Problem, UnitOptions, peak_of
 from autockpt.tracing import Tracer
 from autockpt.tuning.finals import first_rounds
@@ -152,7 +152,7 @@ def proposals(
         alike = [(c, cost.peak_bytes) for c, cost in plans if dict.fromkeys(c.values()).keys() == pair]
         missed = [peak_bytes - peak_of(problem, c) for c, peak_bytes in alike]
         asked = problem.model_copy(update={"budget_bytes": budget_bytes - max(missed, default=0)})
-        for plan in two_runs(asked, lambda front, back, wanted=(lean, rich): (front, back) == wanted):
+        for plan in split_plans(asked, lambda front, back, wanted=(lean, rich): (front, back) == wanted):
             if len(dict.fromkeys(plan.choices.values())) == 2 and base + plan.seconds < best:
                 found.append((plan.seconds, plan.choices))
     return [choices for _, choices in sorted(found, key=lambda plan: plan[0])]
@@ -194,7 +194,7 @@ class SplitProposer(Proposer):
 
     def __post_init__(self) -> None:
         kinds = self.request.space.choices
-        self.known = known_plans(self.layers, kinds)
+        self.known = baseline_plans(self.layers, kinds)
         if self.target.mode == "model":  # where every plan is compiled again, one that is seldom good is not worth it
             self.known.pop(EVERY_2, None)
         alike: list[Choice] = [Selective()] if Selective().kind in kinds else []

@@ -13,9 +13,9 @@ from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import SAVE, Estimate, Listener, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.workload import Dtype
 from autockpt.shipped import load_hardware
-from autockpt.tuning.opening import local_device
+from autockpt.tuning.job_sizes import job_of
 from autockpt.tuning.search import run_search
-from autockpt.tuning.sizes import job_of
+from autockpt.tuning.traced_model import local_device
 from autockpt.workload import Step
 from autockpt.workload.configs import find_config
 from autockpt.workload.factory import is_factory

@@ -64,7 +64,7 @@ class Final:
         return math.sqrt((rest**2).sum() / ((plans - 1) * (rounds - 1)) / rounds)
 
 
-def play(
+def race(
     candidates: Sequence[Trial],
     extra: Sequence[Trial],
     compare: Compare,

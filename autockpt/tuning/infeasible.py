@@ -20,14 +20,14 @@ from autockpt.cost import CostModel, UniformRuns, uniform_graphs
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import ChunkedLoss
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.trial import Alternative, Outlook
 from autockpt.schema.words import step_note
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.job_sizes import Variant, WhatIf, job_of, largest_that_fits, leanest_head, predictions, what_if_of
 from autockpt.tuning.outlook import ghost_runs
-from autockpt.tuning.sizes import Variant, WhatIf, job_of, largest_that_fits, leanest_head, predictions, what_if_of
 from autockpt.tuning.targets.base import Prepared
+from autockpt.tuning.traced_model import blocks_of
 from autockpt.workload import Step
 from autockpt.workload.factory import is_factory
 

@@ -9,7 +9,7 @@ from typing import NoReturn, Protocol
 
 from autockpt.errors import AutockptError, MeasurementError, TimeLimitReached
 from autockpt.schema import Choice, ResolvedBudget, Trial
-from autockpt.schema.known import NONE
+from autockpt.schema.baselines import NONE
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Score, Trials
@@ -95,7 +95,7 @@ class Loop:
             else:
                 # candidates; of a simulation, which tries one, the ghost runs of that
                 steps = max(0, self.max_candidates - self.trials.spent)
-                steps = steps if self.target.terms.measures else self.target.terms.checks + 1
+                steps = steps if self.target.scoring.measures else self.target.scoring.checks + 1
                 self.clock.listener.stage("search", steps)
                 self._try(self.proposer.candidates(self))
                 self.clock.listener.stage("finals")
@@ -174,14 +174,14 @@ class Loop:
     def _score(self, candidate: Candidate) -> None:
         """Score a new plan and record the trial; a plan in which processes crashed too often is given up."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
-        if candidate.score is not None or not self.target.terms.measures:
+        if candidate.score is not None or not self.target.scoring.measures:
             score = candidate.score or self.target.score(candidate, budget_bytes)
             trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
         else:
             with self.trials.measuring(candidate.choices) as ended:
                 score = _GIVEN_UP if ended >= MAX_CRASHES else self.target.score(candidate, budget_bytes)
                 trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
-        if self.target.terms.measures or self.target.terms.knows_seconds:
+        if self.target.scoring.measures or self.target.scoring.knows_seconds:
             self.clock.listener.trial(trial, self.trials.best)
         else:  # it ranks plans, and is shown to nobody
             self.clock.listener.advance()

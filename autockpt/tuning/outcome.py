@@ -8,12 +8,12 @@ from typing import Any
 
 from autockpt.cost import CostModel, forget_op_times
 from autockpt.cost.roofline import waits_for_host
-from autockpt.devices import said_of_host
+from autockpt.devices import host_notes
 from autockpt.schema import SAVE, PlanStatus, ResolvedBudget, Trial, Unit, format_bytes
-from autockpt.schema.known import ALL, OURS
+from autockpt.schema.baselines import ALL, OURS
 from autockpt.schema.plan import Comparison, Plan, Verdict
 from autockpt.schema.request import FinishedSearch, SearchOutcome
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.words import counted, step_note
 from autockpt.tuning.compiled import NOT_PREDICTED
 from autockpt.tuning.loop import Loop
@@ -34,7 +34,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
     asked, environment, best = prepared.request, prepared.environment, loop.best
     target, trials, known, clock = loop.target, loop.trials.all, loop.proposer.known, loop.clock
     notes = [*target.notes, *loop.trials.notes]
-    if cost_model is not None and target.terms.knows_seconds and (pace := _pace(loop.trials)) is not None:
+    if cost_model is not None and target.scoring.knows_seconds and (pace := _pace(loop.trials)) is not None:
         forget_op_times(environment, prepared.workload_key)
         notes.append(
             f"Steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
@@ -42,15 +42,15 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
         )
     tried = [(name, trial) for name, plan in known.items() if (trial := loop.trials.find(plan)) is not None]
     tried += [(OURS, best)] if best is not None else []
-    rows = tuple(_row(name, trial, asked.host_budget, target.terms.knows_seconds) for name, trial in tried)
+    rows = tuple(_row(name, trial, asked.host_budget, target.scoring.knows_seconds) for name, trial in tried)
     plan = None
     if best is not None:
-        notes.extend(_said_of_plan(best, prepared.found.tracer.head))
+        notes.extend(_plan_notes(best, prepared.found.tracer.head))
         if (score := best.score or best.predicted) is not None:
-            notes.extend(said_of_host(environment, score.host_bytes, asked.host_budget))
+            notes.extend(host_notes(environment, score.host_bytes, asked.host_budget))
         if asked.hardware is not None and cost_model is not None:
             notes.extend(waits_for_host(asked.hardware, cost_model.predictor.graph(best.choices)))
-        plan = _plan(prepared, best, loop.budget, target.terms.source, rows, notes)
+        plan = _plan(prepared, best, loop.budget, target.scoring.source, rows, notes)
         if run is not None:
             run.write_plan(plan)
             if cost_model is not None:  # the plan's step, and as far as time allows what other plans come to
@@ -63,7 +63,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             notes.append(offer)
     outcome = SearchOutcome(
         plan=plan,
-        source=target.terms.source,
+        source=target.scoring.source,
         budget=loop.budget,
         device=environment.device,
         rows=rows,
@@ -71,7 +71,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
         binding=loop.binding,
         interrupted=loop.interrupted,
         resumed=loop.trials.resumed,
-        measured_trials=sum(t.score is not None or not target.terms.measures for t in trials),
+        measured_trials=sum(t.score is not None or not target.scoring.measures for t in trials),
         stopped=loop.stopped,
         run_directory=run.path if run else None,
         plan_path=run.plan_path if run and plan else None,
@@ -119,7 +119,7 @@ def _plan(
     ).model_copy(update={"compile": asked.compile})
 
 
-def _said_of_plan(best: Trial, head: Unit | None) -> Iterator[str]:
+def _plan_notes(best: Trial, head: Unit | None) -> Iterator[str]:
     """What the found plan does with the output head, and how many graphs its steps became where they were compiled."""
     if head is not None and (choice := best.choices.get(head.name, SAVE)) != SAVE:
         bits = "bit-equal with plain training's" if choice.exact else "equal to plain training's only up to rounding"

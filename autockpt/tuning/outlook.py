@@ -46,7 +46,7 @@ def look_around(cost_model: CostModel, loop: Loop, known: Outlook | None, share:
         for new, (key, choices) in enumerate(others.items()):
             if new >= FEWEST and clock.elapsed > until:
                 break
-            runs[key] = GhostAnswer(choices=choices, predicted=predictor.elsewhere(choices))
+            runs[key] = GhostAnswer(choices=choices, predicted=predictor.within_least_budget(choices))
     return Outlook(plans=tuple(runs.values())[-KEPT:])
 
 

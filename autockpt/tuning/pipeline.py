@@ -15,7 +15,7 @@ from autockpt.errors import AutockptError, UsageError
 from autockpt.schema import Listener, Plan, SearchOutcome, SearchRequest, Trial, plan_hash
 from autockpt.schema.profile import Menu
 from autockpt.schema.request import PipelineAnswer, StagePlan
-from autockpt.schema.runs import RunDirectory, plan_of_trial
+from autockpt.schema.run_directory import RunDirectory, plan_of_trial
 from autockpt.schema.workload import Stage
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.search import Search, run_search

@@ -10,22 +10,22 @@ from typing import Any
 from autockpt.cost.roofline import environment_of_hardware
 from autockpt.errors import InfeasibleError, PlanError, RunDirectoryError, UsageError
 from autockpt.measuring import LocalMeasurer, Measurer, Ranks, WorkerMeasurer
+from autockpt.measuring.device_lock import device_lock
 from autockpt.measuring.environment import environment_without_context
 from autockpt.measuring.local import ranks_here, refuse_many_processes
-from autockpt.measuring.turns import turn
 from autockpt.schema import Environment, Listener, SearchOutcome, SearchRequest, Silence
 from autockpt.schema.files import unwritable
-from autockpt.schema.runs import RunDirectory, short_name
+from autockpt.schema.run_directory import RunDirectory, short_name
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.compiled import Compiled, SplitProposer, refuse_uncompilable
 from autockpt.tuning.infeasible import explain_refusal
 from autockpt.tuning.loop import Loop, Proposer
-from autockpt.tuning.opening import blocks_of, device_of
 from autockpt.tuning.outcome import finish, plain
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.targets.simulated import Simulated
+from autockpt.tuning.traced_model import blocks_of, device_of
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint, refuse_simulated
 
@@ -86,7 +86,7 @@ def _search(
     stack: ExitStack, request: SearchRequest, listener: Listener, measurer: Measurer | None = None
 ) -> SearchOutcome:
     if request.measures:  # of a job's devices that of the first rank, which all jobs on them share
-        stack.enter_context(turn(device_of(request), listener.note, wait=request.wait))
+        stack.enter_context(device_lock(device_of(request), listener.note, wait=request.wait))
     clock = Clock(listener, request.timeout, request.training_steps)
     target = target_of(stack, request, clock, measurer)
     prepared = target.trace(stack)

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from autockpt.errors import MeasurementError, TimeLimitReached
 from autockpt.schema import SAVE, Choice, Measurement, Prediction, ResolvedBudget, Trial, TrialState, plan_hash
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

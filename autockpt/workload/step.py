@@ -31,7 +31,7 @@ _SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64
 BUCKETS = "buckets"
 
 
-def unheard(said: Any) -> None:
+def ignore(said: Any) -> None:
     """What is told of a step's progress where nobody listens."""
 
 
@@ -106,7 +106,7 @@ class Step:
         each micro-batch; a ``full_step`` is only announced as "forward" because its phases and losses are its own
         business. Raises WorkloadError for a step without a loss.
         """
-        mark, told = mark or unheard, told or unheard
+        mark, told = mark or ignore, told or ignore
         if self.full_step is not None:
             mark("forward")
             self.full_step()
@@ -121,7 +121,7 @@ class Step:
         self._update()
         self.release_gradients()
 
-    def forward_backward(self, mark: Mark = unheard) -> Tensor:
+    def forward_backward(self, mark: Mark = ignore) -> Tensor:
         """Forward, loss and backward of one micro-batch; the detached loss. Gradients add up in ``.grad``.
 
         Of a stage of a pipeline: of as many as are in flight, and one more; all that it computes for other stages.

@@ -23,7 +23,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.profile import MenuItem
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from tests.samples import MATMUL, small_graph
 
 DEVICE = DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34)

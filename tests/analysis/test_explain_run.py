@@ -8,7 +8,7 @@ from autockpt.analysis.explain import explain_run, fronts
 from autockpt.analysis.explanation import Explanation
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, Choice, Menu, Prediction, Unit
 from autockpt.schema.choices import KeepAttention
-from autockpt.schema.runs import RunDirectory, plan_at
+from autockpt.schema.run_directory import RunDirectory, plan_at
 from autockpt.schema.trial import GhostAnswer, Outlook
 from tests.analysis.samples import BUDGET, item, make_run, plan_of
 from tests.samples import small_graph

@@ -5,8 +5,8 @@ import pytest
 
 from autockpt.analysis.page import contents_of, run_page, without_paths, write_page
 from autockpt.schema import RECOMPUTE
-from autockpt.schema.known import MEANINGS
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.baselines import MEANINGS
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.trial import Alternative, Outlook
 from tests.analysis.samples import make_run
 

@@ -10,7 +10,7 @@ from autockpt.analysis.verify import Check, VerifyReport, judge_peak, judge_time
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory, PlanError
 from autockpt.measuring import StepRunner
-from autockpt.measuring.compiled import Compiler
+from autockpt.measuring.compiler import Compiler
 from autockpt.schema import (
     OFFLOAD,
     RECOMPUTE,

@@ -9,7 +9,7 @@ from autockpt.analysis.explain import explain_run
 from autockpt.analysis.explanation import Curve, Explanation, Span, resampled
 from autockpt.cli.explain import print_explanation, print_ops, sparklines
 from autockpt.schema import SAVE, DeviceInfo, Environment, Graph, Plan, Prediction, ResolvedBudget, Unit, WorkloadSpec
-from autockpt.schema.runs import plan_at
+from autockpt.schema.run_directory import plan_at
 from tests.analysis.samples import make_run
 from tests.samples import printed, small_graph
 

@@ -6,7 +6,7 @@ from autockpt.cli.history import print_table
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE
 from autockpt.schema.plan import Plan
-from autockpt.schema.runs import RunDirectory, plan_at, plan_file
+from autockpt.schema.run_directory import RunDirectory, plan_at, plan_file
 from autockpt.schema.trial import Outlook
 from tests.analysis import samples
 from tests.errors import raises

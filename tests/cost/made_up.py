@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from autockpt.cost.step import Simulation, simulate
+from autockpt.cost.simulation import Simulation, simulate
 from autockpt.schema import Graph, OpTimes
 from autockpt.schema.graph import PHASES
 from tests.samples import environment

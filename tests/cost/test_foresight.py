@@ -3,7 +3,7 @@
 import pytest
 
 from autockpt.checkpointing.fingerprint import TABLE_BYTES
-from autockpt.cost import memory_at_hand, simulated_memory
+from autockpt.cost import local_memory, simulated_memory
 from autockpt.cost.predictor import SAFETY
 from autockpt.schema import OFFLOAD, Graph, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware
@@ -44,14 +44,14 @@ def test_cached_segments_are_given_back_before_a_budget_fails(graph: Graph) -> N
 
 def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None:
     here = environment("xpu", CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
-    needs = memory_at_hand(here)
+    needs = local_memory(here)
     assert TABLE_BYTES <= SMALL_SIZE  # or it would keep activations from sharing a segment
     beside = with_resident(graph, "fingerprints", [TABLE_BYTES], "other")
     assert needs(graph) == CARD.context_bytes + replay(requests(beside)).reserved
     assert needs.within(needs(graph) - (1 << 20))(graph) < needs(graph)  # cached segments are given back
     libraries = with_resident(beside, "matrix workspaces", [32 << 20] * 2, "other")
     times = OpTimes(environment=here, seconds={}, workspaces=(32 << 20, 32 << 20))
-    needs = memory_at_hand(here, times=times)
+    needs = local_memory(here, times=times)
     assert needs(graph) == CARD.context_bytes + replay(requests(libraries)).reserved
     cpu = environment("cpu", CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
-    assert memory_at_hand(cpu)(graph) == CARD.context_bytes + graph.peak_bytes
+    assert local_memory(cpu)(graph) == CARD.context_bytes + graph.peak_bytes

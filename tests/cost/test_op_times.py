@@ -9,7 +9,7 @@ from torch.distributed import _functional_collectives as functional
 
 from autockpt.cost import op_times
 from autockpt.cost.op_times import calibrated
-from autockpt.cost.step import simulate
+from autockpt.cost.simulation import simulate
 from autockpt.schema import Graph, OpTimes, parse_choice
 from tests.accelerator import KIND
 from tests.runtime.processes import needs_gloo

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.cost.menus import build_menus, representatives
+from autockpt.cost.op_ranges import op_ranges
 from autockpt.cost.problem import NEARLY_FREE, build_problem, hidden_copies, point_bytes
-from autockpt.cost.segments import segments
-from autockpt.cost.step import Simulation
+from autockpt.cost.simulation import Simulation
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
@@ -38,7 +38,7 @@ def problem_of(names: list[str] = NAMES, budget: int = 10**6, *, simulated=simul
 
 def test_segments_cover_every_op_once_and_in_order():
     graph = step(NAMES, {"layers.1": RECOMPUTE}, micro_batches=2)
-    parts = segments(graph, NAMES)
+    parts = op_ranges(graph, NAMES)
     assert [s.first for s in parts[1:]] == [s.end for s in parts[:-1]]
     assert (parts[0].first, parts[-1].end) == (0, len(graph.ops))
     assert len({s.key for s in parts}) == len(parts)

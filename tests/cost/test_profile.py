@@ -9,7 +9,7 @@ import pytest
 
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
 from autockpt.cost.roofline import roofline_times
-from autockpt.cost.step import simulate
+from autockpt.cost.simulation import simulate
 from autockpt.errors import ConflictError, DeviceOutOfMemory, MeasurementError
 from autockpt.schema import OFFLOAD, Choice, Graph, Measurement, OpTimes, WorkloadSpec
 from autockpt.shipped import load_hardware

@@ -15,7 +15,7 @@ from autockpt.cost.roofline import (
     two_clocks,
     waits_for_host,
 )
-from autockpt.cost.step import simulate
+from autockpt.cost.simulation import simulate
 from autockpt.schema import Graph, Op, WorkloadSpec
 from autockpt.schema.graph import TensorMeta, Work
 from autockpt.schema.hardware import Hardware

@@ -7,7 +7,7 @@ import torch
 
 from autockpt.devices import disk
 from autockpt.devices.disk import CpuTransport
-from autockpt.devices.transport import said_of_host, transport_for
+from autockpt.devices.transport import host_notes, transport_for
 from autockpt.errors import MeasurementError
 from autockpt.schema import DeviceInfo, Environment
 from tests.errors import raises
@@ -181,6 +181,6 @@ def test_host_memory_is_not_overwritten_while_it_is_still_read():
 )
 def test_host_memory_of_a_plan_is_named(kind, versions, budget, says):
     where = Environment(device=DeviceInfo(kind=kind, name="x", capacity_bytes=1), versions=versions)
-    (note,) = said_of_host(where, 6 << 30, budget)
+    (note,) = host_notes(where, 6 << 30, budget)
     assert all(text in note for text in says)
-    assert said_of_host(where, 0, budget) == ()
+    assert host_notes(where, 0, budget) == ()

@@ -37,7 +37,7 @@ from transformers.models.opt import modeling_opt
 from autockpt.cost import simulated_memory
 from autockpt.cost.predictor import SAFETY
 from autockpt.cost.roofline import roofline_times, waits_for_host
-from autockpt.cost.step import simulate
+from autockpt.cost.simulation import simulate
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer

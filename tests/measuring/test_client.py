@@ -136,7 +136,7 @@ def test_one_of_many_processes_starts_no_worker(monkeypatch: pytest.MonkeyPatch)
 
 def test_resting_ends_the_worker_until_the_next_request(stand_in):
     first = pid_of(stand_in)
-    stand_in.rest()
+    stand_in.release()
     assert is_gone(first)
     assert stand_in.environment.device.name == "made up"  # known without a new worker
     assert pid_of(stand_in) != first

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import autockpt.errors as errors
 from autockpt.devices import get_device
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError
-from autockpt.measuring.failures import device_lost, forget_frames, letting_go
+from autockpt.measuring.failures import device_lost, forget_frames, releasing_memory
 from tests.errors import raises
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, AutockptError)]
@@ -55,10 +55,10 @@ def test_a_forgotten_error_holds_no_tensors():
 
 
 def test_only_the_devices_own_error_is_translated():
-    with raises(DeviceOutOfMemory, "plan x"), letting_go(get_device("cpu"), "plan x"):
+    with raises(DeviceOutOfMemory, "plan x"), releasing_memory(get_device("cpu"), "plan x"):
         raise MemoryError
     for error in (KeyError("k"), KeyboardInterrupt(), DeviceOutOfMemory("as it was")):
-        with pytest.raises(type(error)) as passed, letting_go(get_device("cpu"), "plan x"):
+        with pytest.raises(type(error)) as passed, releasing_memory(get_device("cpu"), "plan x"):
             raise error
         assert passed.value is error
 

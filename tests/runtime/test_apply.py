@@ -10,7 +10,7 @@ from autockpt.errors import PlanError, RunDirectoryError, UsageError
 from autockpt.runtime import apply
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, DeviceInfo, Environment, Measurement, Plan, WorkloadSpec
 from autockpt.schema.choices import CHUNKED_SOFTMAX
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.workload import discover_units
 from tests.errors import raises
 from tests.policies.zoo import CASES, assert_equal, plain, train

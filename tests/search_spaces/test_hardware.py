@@ -8,7 +8,7 @@ import pytest
 
 from autockpt.errors import UsageError
 from autockpt.shipped import list_hardware, load_hardware
-from autockpt.tuning.door import of_host_with
+from autockpt.tuning.entry import of_host_with
 from tests.errors import raises
 
 ROOT = Path(__file__).parents[2]

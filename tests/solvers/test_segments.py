@@ -6,7 +6,7 @@ from autockpt import Step
 from autockpt.cost.menus import build_menus, representatives
 from autockpt.cost.problem import build_problem
 from autockpt.cost.profile import segments_of
-from autockpt.cost.step import Simulation
+from autockpt.cost.simulation import Simulation
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, Segment
 from autockpt.solvers import Checked, Segments, refine, refine_segmented
 from autockpt.solvers.problem import Problem, peak_of

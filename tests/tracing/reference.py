@@ -17,7 +17,7 @@ from autockpt.schema.choices import Choice, parse_choice
 from autockpt.schema.graph import Graph, Storage, Unit
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.signature import dtype_name
-from autockpt.tracing.run import RecordedRun
+from autockpt.tracing.traced_run import RecordedRun
 from autockpt.workload import Step
 
 OpText = tuple[str, tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]]

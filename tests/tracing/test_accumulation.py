@@ -4,10 +4,10 @@ import pytest
 
 from autockpt.cost import simulated_memory
 from autockpt.cost.roofline import roofline_times
-from autockpt.cost.step import simulate
+from autockpt.cost.simulation import simulate
 from autockpt.schema import WorkloadSpec
 from autockpt.shipped import load_hardware
-from autockpt.tracing import run
+from autockpt.tracing import traced_run
 from tests.tracing.reference import ghosts
 
 CARD = load_hardware("rtx4090")
@@ -29,7 +29,7 @@ def test_two_micro_batches_tell_what_five_would(
 ) -> None:
     spec = WorkloadSpec(model=model, batch_size=2, seq_len=128, accumulate=5, **settings)
     short = ghosts(spec, *plans, hardware=CARD)
-    monkeypatch.setattr(run, "MICRO_BATCHES", 100)  # the tracer's process is a fork of this one
+    monkeypatch.setattr(traced_run, "MICRO_BATCHES", 100)  # the tracer's process is a fork of this one
     whole = ghosts(spec, *plans, hardware=CARD)
     times = roofline_times(CARD, [*whole, *short])
     needs = simulated_memory(CARD)

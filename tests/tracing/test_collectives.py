@@ -12,7 +12,7 @@ import torch.distributed as dist
 from autockpt.errors import UsageError
 from autockpt.schema import Graph, WorkloadSpec
 from autockpt.schema.choices import RECOMPUTE
-from autockpt.tracing.run import GhostRun
+from autockpt.tracing.traced_run import GhostRun
 from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, step_of
 from tests.runtime.processes import in_processes, needs_gloo

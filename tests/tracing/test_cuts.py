@@ -9,8 +9,8 @@ from torch import nn
 
 from autockpt.schema import SearchSpace
 from autockpt.tracing import Tracer
-from autockpt.tracing.cuts import said_of_left_out
-from autockpt.tuning.opening import traced
+from autockpt.tracing.cuts import left_out_notes
+from autockpt.tuning.traced_model import trace_model
 from autockpt.workload import Step
 
 pytestmark = pytest.mark.slow
@@ -66,14 +66,14 @@ def advised(said: str) -> str:
 
 def test_large_modules_outside_units_are_named_largest_first(plain: Tracer) -> None:
     assert "lstm" in plain.outside and "front" in plain.outside and "blocks.0" not in plain.outside
-    (said,) = said_of_left_out(plain.trace(), plain.outside)
+    (said,) = left_out_notes(plain.trace(), plain.outside)
     assert said.index("lstm ") < said.index("front ")
     assert advised(said) == "blocks.0-3,lstm,front"
 
 
 def test_who_follows_the_advice_hears_no_more_of_it(plain: Tracer) -> None:
-    (said,) = traced(plain, SearchSpace().restricted(("save", "recompute"))).left_out
+    (said,) = trace_model(plain, SearchSpace().restricted(("save", "recompute"))).left_out
     with tracer(advised(said)) as named:
-        found = traced(named, SearchSpace().restricted(("save", "recompute")))
+        found = trace_model(named, SearchSpace().restricted(("save", "recompute")))
     assert {unit.name for unit in found.plain.blocks()} >= {"front", "lstm", "blocks.0", "blocks.3"}
     assert found.left_out == () and said not in found.all_notes

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from autockpt.schema.graph import TensorMeta, Unit
 from autockpt.tracing.location import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from autockpt.tracing.recorder import OpRecord, RealRecorder
-from autockpt.tracing.run import refine
+from autockpt.tracing.traced_run import called_units
 from tests.tracing.reference import op_counts
 
 
@@ -183,7 +183,7 @@ def test_order_of_first_call_and_kinds_by_behaviour() -> None:
     made = recorder(model)
     with made.recording():
         model(torch.ones(2, 4, requires_grad=True) * 1.0).sum().backward()
-    units = refine(found, made)
+    units = called_units(found, made)
     assert [u.name for u in units] == [*(f"blocks.{i}" for i in (0, 2, 1)), *(f"blocks.{i}.0" for i in (0, 2, 1))]
     assert [u.kind for u in units] == [0, 0, 1, 2, 2, 3]
     assert units[3].parent == "blocks.0"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autockpt.tracing.kernels.operators import Operator
-from autockpt.tracing.shapes import Layout, Shapes
+from autockpt.tracing.shapes import Shapes, TensorLayout
 
 aten = torch.ops.aten
 SHAPES = Shapes()
@@ -32,7 +32,7 @@ def seen(value: Any) -> Any:
 
 
 def inferred(value: Any) -> Any:
-    if isinstance(value, Layout):
+    if isinstance(value, TensorLayout):
         return tuple(value)
     return [inferred(item) for item in value] if isinstance(value, (list, tuple)) else value
 

@@ -14,7 +14,7 @@ from autockpt.schema import Plan
 from autockpt.schema.choices import RECOMPUTE, SAVE, parse_choice
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.tracing import Tracer
-from autockpt.tuning.opening import blocks_of
+from autockpt.tuning.traced_model import blocks_of
 from autockpt.workload import Step
 from tests.tracing.reference import Real
 from tests.unrepeated import NAMED, equal, gradients, one_block, recurrent, unet

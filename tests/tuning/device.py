@@ -9,7 +9,7 @@ from autockpt.cost import CostModel, build_profile, uniform_graphs
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring.base import TIMED_CYCLE
 from autockpt.schema import Choice, Graph, Measurement, OpTimes, parse_choice
-from autockpt.workload.step import unheard
+from autockpt.workload.step import ignore
 from tests.cost.made_up import simulated
 from tests.cost.steps import SECONDS, step
 from tests.samples import environment
@@ -26,7 +26,7 @@ class MadeUpDevice:
         self.draw = random.Random(0)
         self.measured: list[dict[str, Choice]] = []
         self.interrupt_after: int | None = None
-        self.beat = unheard
+        self.beat = ignore
         self.environment = environment(capacity_bytes=CAPACITY)
 
     def ahead(self, plans: object) -> None:

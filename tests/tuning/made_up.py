@@ -8,7 +8,7 @@ from optuna.samplers import RandomSampler
 
 from autockpt.schema import Choice, SearchRequest, SearchSpace, Silence, Trial, parse_budget
 from autockpt.schema.choices import dump_choice
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.proposers import solver

@@ -8,7 +8,7 @@ import pytest
 from autockpt.errors import ConflictError, InfeasibleError, MeasurementError, TimeLimitReached
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, SearchRequest, SearchSpace, Silence, parse_budget
 from autockpt.schema.choices import CompileBudget
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.compiled import Compiled, SplitProposer
 from autockpt.tuning.loop import Loop

@@ -17,7 +17,7 @@ from autockpt.tuning.finals import (
     Final,
     contenders,
     gain,
-    play,
+    race,
     weighed,
 )
 from autockpt.tuning.targets.measured import Measured
@@ -35,7 +35,7 @@ def finals(noise: Any, seconds_left: float = 60.0) -> tuple[Final, list[tuple[in
         start = BATCH * (len(batches) - 1)
         return {n: [seconds[int(n)] * noise(int(n), start + r) for r in range(rounds)] for n in plans}
 
-    return play(trials[:3], trials[3:], compare, {}, seconds=seconds_left), batches
+    return race(trials[:3], trials[3:], compare, {}, seconds=seconds_left), batches
 
 
 def test_finals_go_on_between_those_who_may_win() -> None:
@@ -141,7 +141,7 @@ def test_predictions_decide_where_steps_swing() -> None:
         rounds_of.update(dict.fromkeys(plans, rounds))
         return {n: [1 + 0.2 * math.sin(7 * int(n) + 3 * r) for r in range(rounds)] for n in plans}
 
-    play(trials, [], compare, {0: 1.0, 1: 1.05}, seconds=math.inf)
+    race(trials, [], compare, {0: 1.0, 1: 1.05}, seconds=math.inf)
     assert rounds_of["0"] == BATCH
 
 

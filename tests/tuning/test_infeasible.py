@@ -12,7 +12,7 @@ from torch import nn
 from autockpt.errors import ConflictError, InfeasibleError, UsageError
 from autockpt.schema import SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.trial import Alternative
-from autockpt.tuning import infeasible, search_request, sizes
+from autockpt.tuning import infeasible, job_sizes, search_request
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.infeasible import FOUR_BITS, INEXACT, SMALLER, Change, joined
 from autockpt.workload import Step
@@ -68,7 +68,7 @@ def naming(
     found: Any = SimpleNamespace(**facts, uniform={"recompute": ({}, graph)}, plain=graph)
     clock = Clock(Silence(), timeout)
     clock.began -= 2.0
-    bench: Any = sizes.WhatIf(5, cast("Any", None), ("recompute",), None)
+    bench: Any = job_sizes.WhatIf(5, cast("Any", None), ("recompute",), None)
     facts = {"request": request_of(budget), "environment": None, "used_by_others": 0}
     prepared: Any = SimpleNamespace(**facts, found=found, needs=lambda graph: 1000)
     try:
@@ -88,7 +88,7 @@ def test_a_time_limit_ends_the_search_for_changes_too(limit: float | None, monke
         traced.append(job)
         raise ConflictError("cannot be traced")
 
-    monkeypatch.setattr(sizes, "tracer_of", tracer_of)
+    monkeypatch.setattr(job_sizes, "tracer_of", tracer_of)
     monkeypatch.setattr(
         infeasible, "predictions", lambda *_: {"recompute": SimpleNamespace(peak_bytes=10, step_seconds=1.0)}
     )

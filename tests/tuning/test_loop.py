@@ -25,8 +25,8 @@ from autockpt.schema import (
     parse_choice,
     plan_hash,
 )
-from autockpt.schema.known import ALL, EVERY_2, NONE, known_plans
-from autockpt.schema.runs import RunDirectory, best
+from autockpt.schema.baselines import ALL, EVERY_2, NONE, baseline_plans
+from autockpt.schema.run_directory import RunDirectory, best
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.base import Target
@@ -374,7 +374,7 @@ def test_a_plan_over_the_host_budget_is_no_rival() -> None:
             asked[plan_hash(choices)] = steps
             return super().measure(choices, steps=steps, **more)
 
-    every_2 = plan_hash(known_plans(MadeUpDevice().names, ("recompute",))[EVERY_2])
+    every_2 = plan_hash(baseline_plans(MadeUpDevice().names, ("recompute",))[EVERY_2])
     for host_budget, brief in ((None, True), (1, False)):
         asked: dict[str, int] = {}
         search(FastCopies(), "50%act", host_budget=host_budget)

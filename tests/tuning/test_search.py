@@ -11,10 +11,10 @@ from autockpt.devices.cpu import CpuDevice
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
 from autockpt.schema import DeviceInfo, Environment, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.schema.lengths import Lengths
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.shipped import load_hardware
-from autockpt.tuning import answer, infeasible, run_search, search_request, sizes
-from autockpt.tuning.opening import less_than_asked
+from autockpt.tuning import answer, infeasible, job_sizes, run_search, search_request
+from autockpt.tuning.traced_model import less_than_asked
 from autockpt.workload import Step
 from tests.children import children
 from tests.errors import raises
@@ -104,7 +104,7 @@ def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pyt
 
     def what_if_of(*asked: Any) -> Any:
         judged.append(asked[3])
-        return sizes.what_if_of(*asked)
+        return job_sizes.what_if_of(*asked)
 
     monkeypatch.setattr(infeasible, "what_if_of", what_if_of)
     monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity())  # here; the worker sees for itself

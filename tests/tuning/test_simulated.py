@@ -13,7 +13,7 @@ from autockpt.errors import InfeasibleError, PlanError
 from autockpt.runtime import apply
 from autockpt.schema import SAVE, Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec, parse_budget
 from autockpt.schema.hardware import Hardware
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.shipped import load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_memory import as_seen_by

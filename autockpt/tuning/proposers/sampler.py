@@ -15,7 +15,7 @@ from optuna.samplers import BaseSampler, GPSampler
 from optuna.trial import TrialState
 
 from autockpt.errors import RunDirectoryError, without_passwords
-from autockpt.measuring.failures import chain
+from autockpt.measuring.failures import chained
 from autockpt.schema import Trial
 from autockpt.schema.files import FULL
 from autockpt.schema.names import fold
@@ -111,7 +111,7 @@ def _in_words(storage: str) -> Iterator[None]:
     except Exception as error:
         shown = without_passwords(storage)
         # what the system or the database said is behind what Optuna makes of it
-        if any(getattr(one, "errno", None) in FULL or "disk is full" in str(one) for one in chain(error)):
+        if any(getattr(one, "errno", None) in FULL or "disk is full" in str(one) for one in chained(error)):
             raise RunDirectoryError(
                 f"the disk with the Optuna study at {shown} is full",
                 remedy="Free space there, and the same command continues; or give another folder with --out.",

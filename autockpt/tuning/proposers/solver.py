@@ -14,11 +14,11 @@ from itertools import groupby
 from autockpt.cost import LEAN_CALLS, CostModel
 from autockpt.errors import InfeasibleError
 from autockpt.schema import SAVE, Choice, Prediction, ResolvedBudget, SearchRequest, Trial, format_bytes
-from autockpt.schema.known import ALL, NONE, known_plans
+from autockpt.schema.baselines import ALL, NONE, baseline_plans
 from autockpt.schema.request import Silence
-from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_two_runs
+from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_split
 from autockpt.solvers.problem import Assignment, Problem, seconds_of
-from autockpt.solvers.runs import Accept
+from autockpt.solvers.split import Accept
 from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, Proposer
@@ -72,7 +72,7 @@ class SolverProposer(Proposer):
     ) -> None:
         self.request, self.cost_model, self.target, self.trials, self.clock = request, cost_model, target, trials, clock
         self.seeds = seeds or {}
-        self.known = known_plans([u.name for u in cost_model.blocks], request.space.choices)
+        self.known = baseline_plans([u.name for u in cost_model.blocks], request.space.choices)
         self.device = cost_model.predictor.device
         self.available_bytes = self.device.capacity_bytes - cost_model.used_by_others
         self.unscaled_problem = cost_model.problem(0)
@@ -86,7 +86,7 @@ class SolverProposer(Proposer):
 
         Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step.
         """
-        lean_calls = min(LEAN_CALLS, max(2, self.target.terms.checks // 2))
+        lean_calls = min(LEAN_CALLS, max(2, self.target.scoring.checks // 2))
         known, budget, predictor = self.known, self.request.budget, self.cost_model.predictor
         if self.clock.passed(PROFILING):
             lean_calls, known = 1, {name: plan for name, plan in known.items() if name in (NONE, ALL)}
@@ -119,7 +119,7 @@ class SolverProposer(Proposer):
             if name in (NONE, ALL) or not loop.used_up():
                 candidate = self._candidate(choices, name, "baseline")
                 yield replace(candidate, outclassed=self._is_outclassed(candidate))
-        if not self.trials.scored and self.cost_model.head is None and self.target.terms.measures:
+        if not self.trials.scored and self.cost_model.head is None and self.target.scoring.measures:
             raise self.infeasible()
 
     def _is_outclassed(self, candidate: Candidate) -> bool:
@@ -183,7 +183,7 @@ class SolverProposer(Proposer):
 
         If tracing and profiling used up the time limit, one solver plan is still tried.
         """
-        measures, tried, repeats = self.target.terms.measures, 0, 0
+        measures, tried, repeats = self.target.scoring.measures, 0, 0
         most = MOST_REPEATS if measures else SIMULATED_REPEATS
         # the listener sees ghost runs pass where few candidates take many
         with self.cost_model.predictor.watched(Silence() if measures else self.clock.listener):
@@ -213,7 +213,7 @@ class SolverProposer(Proposer):
         for name, choices in self.seeds.items():
             fits = self._predict(choices).peak_bytes <= self._budget.bytes
             yield self._candidate(choices, name, "seed", fits=fits)
-        if self.target.terms.measures:  # their steps teach what choices cost; simulated ones teach nothing
+        if self.target.scoring.measures:  # their steps teach what choices cost; simulated ones teach nothing
             yield from self._simple()
         seeds = self._seeds()
         if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try some of them either
@@ -227,7 +227,7 @@ class SolverProposer(Proposer):
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda *_: True]
         calls = SIMPLE_CALLS * len(kinds)
-        slow = not self.target.terms.measures or self._affordable(calls) < calls
+        slow = not self.target.scoring.measures or self._affordable(calls) < calls
         if not slow:  # a ghost run for every kind of choice is affordable
             accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
         found = [self._two_runs(problem, pair) for pair in accepted]
@@ -238,7 +238,7 @@ class SolverProposer(Proposer):
     def _last(self) -> Iterator[Candidate]:
         """Simple plans where they were not tried at first; then the leanest plan that is as fast as the best by its
         cost coefficients, and plans in two runs that are."""
-        if not self.target.terms.measures:
+        if not self.target.scoring.measures:
             yield from self._simple()
         best = self.trials.best
         if best is None:
@@ -262,7 +262,7 @@ class SolverProposer(Proposer):
 
     def _two_runs(self, problem: Problem, accept: Accept = lambda *_: True) -> Assignment | None:
         """The fastest plan in two runs of layers whose ghost run fits."""
-        return refine_two_runs(problem, self._check, accept, max_calls=self._affordable(SIMPLE_CALLS))
+        return refine_split(problem, self._check, accept, max_calls=self._affordable(SIMPLE_CALLS))
 
     def _of_solver(self, plan: Assignment) -> Candidate:
         """A plan that no sampler asked for, named by its runs of layers where they are few."""
@@ -287,7 +287,7 @@ class SolverProposer(Proposer):
             self.study.enqueue(self._seeds())
             self._refit_due = False
         number, parameters = self.study.ask()
-        choices, fits = self._solved(parameters, self.target.terms.checks)
+        choices, fits = self._solved(parameters, self.target.scoring.checks)
         candidate = self._candidate(self.cost_model.plan(choices), f"{KNOBS} #{number}", KNOBS, fits=fits)
         return number, replace(candidate, parameters=parameters)
 
@@ -304,9 +304,9 @@ class SolverProposer(Proposer):
     def _nothing_left(self) -> str:
         """Why no better plan can be found; empty where one can."""
         tried = [t for t in self.trials.all if t.encoding == KNOBS]
-        if not self.target.terms.measures and (any(t.feasible for t in tried) or len(tried) >= MOST_MISSES):
+        if not self.target.scoring.measures and (any(t.feasible for t in tried) or len(tried) >= MOST_MISSES):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
-        if self.target.terms.measures and (self._beaten() or self._found()):
+        if self.target.scoring.measures and (self._beaten() or self._found()):
             return "with costs corrected by these trials no plan can be faster than the best by more than the noise"
         return ""
 
@@ -332,7 +332,7 @@ class SolverProposer(Proposer):
         if HIDDEN_COPIES in self.study.knobs or not any(t.encoding == KNOBS for t in self.trials.scored):
             return False
         predict, problem = self._fit.predict, self.unscaled_problem
-        choices, _ = self._solved({}, self.target.terms.checks)
+        choices, _ = self._solved({}, self.target.scoring.checks)
         most = predict(problem, choices) * (1 + AS_FAST)
         fitting = [t for t in of_known_noise(self.trials.scored) if t.feasible and priced(problem, t.choices)]
         known = [(t, seconds) for t in fitting if (seconds := predict(problem, t.choices)) <= most]

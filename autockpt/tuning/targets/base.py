@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from autockpt.cost import CostModel, memory_at_hand, simulated_memory
+from autockpt.cost import CostModel, local_memory, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
 from autockpt.schema.plan import NEVER_CALLED
-from autockpt.tuning.opening import Traced, less_than_asked
+from autockpt.tuning.traced_model import TracedModel, less_than_asked
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
 
 
 @dataclass
-class Terms:
+class Scoring:
     """What a target's numbers are good for, and how much work a candidate is worth.
 
     ``source`` says what its numbers are; while it does not know ``knows_seconds``, they rank plans and are shown to
@@ -46,14 +46,14 @@ class Prepared:
     settings: Mapping[str, Any]
     seeds: Plans
     environment: Environment
-    found: Traced
+    found: TracedModel
     used_by_others: int = 0
 
     @classmethod
     def of(
         cls,
         request: SearchRequest,
-        found: Traced,
+        found: TracedModel,
         environment: Environment,
         notes: Sequence[str] = (),
         used_by_others: int = 0,
@@ -84,17 +84,17 @@ class Prepared:
     def needs(self, graph: Graph) -> int:
         """Bytes of the device that a ghost run takes, its own overhead included."""
         hardware = self.request.hardware
-        return (memory_at_hand(self.environment) if hardware is None else simulated_memory(hardware))(graph)
+        return (local_memory(self.environment) if hardware is None else simulated_memory(hardware))(graph)
 
 
 @dataclass(kw_only=True)
 class Target:
     """Where candidates are evaluated: trace the step, build the cost model, score candidates, choose the winner.
 
-    ``terms`` say how far its numbers can be trusted; ``notes`` are shown to the user.
+    ``scoring`` say how far its numbers can be trusted; ``notes`` are shown to the user.
     """
 
-    terms: Terms = field(default_factory=Terms)
+    scoring: Scoring = field(default_factory=Scoring)
     notes: list[str] = field(default_factory=list)
 
     def trace(self, stack: ExitStack) -> Prepared:
@@ -127,7 +127,7 @@ class Target:
         return named
 
 
-def _seeds(plan: Plan | None, found: Traced) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
+def _seeds(plan: Plan | None, found: TracedModel) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
     """The plan to start from, with choices for units that are planned for, and a note on what was left out."""
     tracer, heads = found.tracer, found.heads
     if plan is None:

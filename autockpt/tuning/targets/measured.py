@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from autockpt.cost import CostModel, measure_op_times, memory_at_hand, used_by_others
+from autockpt.cost import CostModel, local_memory, measure_op_times, used_by_others
 from autockpt.cost.profile import leanest
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted, cycles_to_time
-from autockpt.measuring.turns import turn_to_offload
+from autockpt.measuring.device_lock import host_link_lock
 from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchSpace, Trial, plan_hash
-from autockpt.schema.known import NONE
+from autockpt.schema.baselines import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
 from autockpt.tuning.finals import (
@@ -24,16 +24,16 @@ from autockpt.tuning.finals import (
     MOST_ROUNDS,
     contenders,
     first_rounds,
-    play,
+    race,
     remeasured,
     weighed,
     weighed_error,
 )
 from autockpt.tuning.infeasible import out_of_memory
-from autockpt.tuning.opening import traced, tracer_of
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.refit import noise_of, of_known_noise
 from autockpt.tuning.targets.base import Prepared, Target
+from autockpt.tuning.traced_model import trace_model, tracer_of
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Score, Trials, preferred
 
 FINAL_SECONDS = 15.0
@@ -72,7 +72,7 @@ class Measured(Target):
         clock.listener.stage("trace")
         tracer = stack.enter_context(tracer_of(request))
         space, notes = self.allowed(tracer)
-        found = traced(tracer, space, request.allow_inexact, listener=clock.listener)
+        found = trace_model(tracer, space, request.allow_inexact, listener=clock.listener)
         clock.listener.stage("build")  # asking a GPU oneself would open a context, for as long as this process lives
         environment = self.measurer.environment
         if isinstance(self.measurer, WorkerMeasurer):  # whose steps are broken off at the time limit
@@ -91,7 +91,7 @@ class Measured(Target):
         times = self._op_times(prepared)
         cost_model = _cost_model(prepared, self.clock, times)
         if times is None:
-            self.terms.knows_seconds = False
+            self.scoring.knows_seconds = False
             self.notes.append("The time limit left no room to time ops: nominal rates of the device ranked choices.")
         return cost_model
 
@@ -104,7 +104,7 @@ class Measured(Target):
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
             SolverProposer(request, untimed, self, Trials(None), clock).begin()
         try:
-            with turn_to_offload(device.kind, (choices for choices, _ in found.uniform.values()), clock.listener.note):
+            with host_link_lock(device.kind, (choices for choices, _ in found.uniform.values()), clock.listener.note):
                 times, measured = measure_op_times(
                     self.measurer,
                     found.uniform,
@@ -139,7 +139,7 @@ class Measured(Target):
 
     def _turn_to_offload(self, *plans: Candidate | Trial) -> AbstractContextManager[None]:
         kind = self.measurer.environment.device.kind
-        return turn_to_offload(kind, [plan.choices for plan in plans], self.clock.listener.note)
+        return host_link_lock(kind, [plan.choices for plan in plans], self.clock.listener.note)
 
     def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
         """What the first rounds of the finals take."""
@@ -202,7 +202,7 @@ class Measured(Target):
         listener.stage("time the best, interleaved", BATCH * len(extra) + MOST_ROUNDS * len(candidates))
 
         with self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
-            final = play(candidates, extra, self.measurer.compare, expected, seconds=seconds)
+            final = race(candidates, extra, self.measurer.compare, expected, seconds=seconds)
         swings, drift = False, 1.0
         for number in final.times:
             trial = trials.all[number]
@@ -235,10 +235,10 @@ class Measured(Target):
         worker, listener = self.measurer, self.clock.listener
         if not isinstance(worker, WorkerMeasurer) or not worker.environment.device.enforces_limit:
             return None
-        worker.rest()  # two processes on one device would take each other's memory
+        worker.release()  # two processes on one device would take each other's memory
         listener.stage("run the best in a fresh process", CONFIRMING_STEPS)
         until = self.clock.seconds_until_stopped
-        with worker.anew() as fresh, fresh.within(until), beats_counted(fresh, listener):
+        with worker.another() as fresh, fresh.within(until), beats_counted(fresh, listener):
             return fresh.measure(choices, steps=CONFIRMING_STEPS, budget_bytes=budget_bytes)
 
     def _confirmed(self, trials: Trials, winner: Trial) -> Trial:
@@ -266,5 +266,5 @@ def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) 
     request, environment, found = prepared.request, prepared.environment, prepared.found
     times = times or found.nominal(environment)
     more = {"host_budget": request.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}
-    needs = memory_at_hand(times.environment, times=times)
+    needs = local_memory(times.environment, times=times)
     return found.cost_model(times, used_by_others=prepared.used_by_others, needs=needs, **more)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from autockpt.cost import CostModel, cached_op_times, memory_at_hand, said_of, simulated_memory
+from autockpt.cost import CostModel, cached_op_times, local_memory, memory_note, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware
 from autockpt.policies.offload import MOVING
 from autockpt.schema import SAVE, Choice, OpTimes, Plan, Remake, SearchRequest, SearchSpace, Selective
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import open_tracer
-from autockpt.tracing.tracer import uncollected
+from autockpt.tracing.tracer import without_collection
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.opening import device_of, local_device, traced, traced_for, tracer_of
-from autockpt.tuning.targets.base import Prepared, Target, Terms
+from autockpt.tuning.targets.base import Prepared, Scoring, Target
+from autockpt.tuning.traced_model import device_of, local_device, trace_for_hardware, trace_model, tracer_of
 from autockpt.tuning.trials import Candidate, Score
 
 CHECKS_OF_THE_DEEP = 8
@@ -32,7 +32,7 @@ class Simulated(Target):
     request: SearchRequest
     clock: Clock
     plan: Plan | None = None
-    terms: Terms = field(default_factory=lambda: Terms("simulated", checks=20), kw_only=True)
+    scoring: Scoring = field(default_factory=lambda: Scoring("simulated", checks=20), kw_only=True)
     choices: dict[str, Choice] = field(default_factory=dict, init=False)  # the plan's, by unit
 
     def trace(self, stack: ExitStack) -> Prepared:
@@ -41,7 +41,7 @@ class Simulated(Target):
         Raises PlanError for a plan that does not fit the model.
         """
         request, hardware, plan = self.request, self.request.hardware, self.plan
-        stack.enter_context(uncollected())
+        stack.enter_context(without_collection())
         self.clock.listener.stage("trace")
         if request.workload is None:
             tracer = stack.enter_context(tracer_of(request))
@@ -52,13 +52,13 @@ class Simulated(Target):
         of_head = SAVE if tracer.head is None else self.choices.get(tracer.head.name, SAVE)
         more = {"inexact": request.allow_inexact, "of_head": of_head, "listener": self.clock.listener}
         if hardware is None:
-            found = traced(tracer, request.space, **more)
+            found = trace_model(tracer, request.space, **more)
             environment, used_by_others = local_device(request)
             return Prepared.of(request, found, environment, used_by_others=used_by_others)
         space, notes = without_offload(request.space, hardware)
-        found = traced_for(stack, hardware, request.described, tracer, space, **more)
+        found = trace_for_hardware(stack, hardware, request.described, tracer, space, **more)
         environment, named = environment_of_hardware(hardware), f"{hardware.name}, simulated"
-        return Prepared.of(request, found, environment, [*notes, said_of(hardware)], device=named)
+        return Prepared.of(request, found, environment, [*notes, memory_note(hardware)], device=named)
 
     def cost_model(self, prepared: Prepared) -> CostModel:
         """With the choices of the plan that no menu has by itself."""
@@ -68,14 +68,14 @@ class Simulated(Target):
             times, needs = found.roofline(request.hardware), simulated_memory(request.hardware, budget_bytes)
         else:
             times = self._local_times(prepared)
-            needs = memory_at_hand(times.environment, budget_bytes, times)
+            needs = local_memory(times.environment, budget_bytes, times)
         more = {"host_budget": request.host_budget, "listener": self.clock.listener}
         menus = found.space.choices
         own = [c for c in self.choices.values() if isinstance(c, Selective | Remake) or c.kind in {*MOVING} - {*menus}]
         more |= {"needs": needs, "extra": dict.fromkeys(own), "used_by_others": prepared.used_by_others}
         cost_model = found.cost_model(times, **more)
         if found.twin is not None:
-            self.terms.checks = CHECKS_OF_THE_DEEP
+            self.scoring.checks = CHECKS_OF_THE_DEEP
         return cost_model
 
     def _local_times(self, prepared: Prepared) -> OpTimes:
@@ -84,7 +84,7 @@ class Simulated(Target):
         lean = (found.uniform.get("recompute") or found.uniform["save"])[1]  # all that is timed; copies go by rates
         if (cached := cached_op_times(prepared.environment, [lean, *found.of_heads], key)) is not None:
             return cached
-        self.terms.knows_seconds = False
+        self.scoring.knows_seconds = False
         return found.nominal(prepared.environment)
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:

@@ -100,7 +100,7 @@ class Bench:
         from autockpt.schema import dump_choices, parse_budget
         from autockpt.tuning import run_search
 
-        self.worker.rest()  # two models would share the device
+        self.worker.release()  # two models would share the device
         row = Row(f"{name} {text}", name, budget=text)
         budget = parse_budget(f"{self.budgets[text] // 1000}KB")  # the finest unit that a budget can be written in
         update = {"budget": budget, "compile": OUR_OWN[name].compile}

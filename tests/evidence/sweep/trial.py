@@ -18,7 +18,7 @@ from autockpt.errors import AutockptError, ConflictError, GhostError
 from autockpt.runtime import attach, without_kv_cache
 from autockpt.schema.choices import Choice
 from autockpt.tracing import Tracer
-from autockpt.tracing.run import GhostRun
+from autockpt.tracing.traced_run import GhostRun
 from autockpt.workload import Step
 from autockpt.workload.failures import summary
 from autockpt.workload.losses import takes_use_cache

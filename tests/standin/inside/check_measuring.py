@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import autockpt
-from autockpt.cost import memory_at_hand
+from autockpt.cost import local_memory
 from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import StepRunner, environment_of
@@ -74,7 +74,7 @@ def test_a_predicted_peak_is_the_allocators(job):
         plans = plans if ALL else plans[::3]
         graphs = [tracer.trace(plan) for plan in plans]
     device = get_device("standin")
-    needs, runner = memory_at_hand(environment_of(device)), StepRunner(build(job, "standin"), device)
+    needs, runner = local_memory(environment_of(device)), StepRunner(build(job, "standin"), device)
     assert needs is not None
     for plan, graph in zip(plans, graphs, strict=True):
         measured = runner.measure(plan, steps=1).peak_bytes

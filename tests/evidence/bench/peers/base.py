@@ -10,7 +10,7 @@ from unittest.mock import patch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autockpt.measuring.compiled import missing as compiler_missing
+from autockpt.measuring.compiler import missing as compiler_missing
 from autockpt.runtime.session import without_kv_cache
 from autockpt.schema import Unit
 from autockpt.workload import Step

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from torch import nn
 
 from autockpt.errors import ConflictError
-from autockpt.measuring.compiled import BACKEND, Compiler
+from autockpt.measuring.compiler import BACKEND, Compiler
 from autockpt.runtime import Session, attach, without_kv_cache
 from autockpt.schema import Choice, CompileMode, plan_hash
 from autockpt.workload.units import module_of, unwrap

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from autockpt.measuring.compiled import BACKEND
+from autockpt.measuring.compiler import BACKEND
 from autockpt.runtime import attach
 from autockpt.schema import CompileMode, parse_choices
 from tests.evidence.bench.peers.base import OURS, Context, Detach, Group, Peer, Setting

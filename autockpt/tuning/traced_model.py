@@ -17,7 +17,7 @@ from autockpt.schema import Budget, Environment, Graph, Hardware, OpTimes, Searc
 from autockpt.schema.choices import IN_TILES, RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
 from autockpt.schema.request import Listener, SearchRequest, Silence
 from autockpt.tracing import Tracer
-from autockpt.tracing.cuts import said_of_left_out
+from autockpt.tracing.cuts import left_out_notes
 from autockpt.tuning.shallow_twin import open_twin, transplanted
 
 CHUNKS = (256, 1024, 4096)
@@ -59,7 +59,7 @@ def local_device(request: SearchRequest) -> tuple[Environment, int]:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedModel:
     """Ghost runs that a search begins with, and the space without choices that the model refuses.
 
     ``uniform`` are plans with one choice on every layer, ``heads`` those with a choice on the output head alone. With a
@@ -87,7 +87,7 @@ class Traced:
     @property
     def left_out(self) -> tuple[str, ...]:
         """A note on modules that hold much and are no units; none where the units were named by the user."""
-        return () if self.tracer.settings.get("units") else said_of_left_out(self.plain, self.tracer.outside)
+        return () if self.tracer.settings.get("units") else left_out_notes(self.plain, self.tracer.outside)
 
     @property
     def graphs(self) -> list[Graph]:
@@ -118,13 +118,13 @@ class Traced:
         return transplanted(small, self.base, self.tracer, needs, more.get("listener", Silence()))
 
 
-def traced(
+def trace_model(
     tracer: Tracer,
     space: SearchSpace,
     inexact: bool = False,
     of_head: Choice = SAVE,
     listener: Listener = Silence(),
-) -> Traced:
+) -> TracedModel:
     """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
 
     ``inexact`` lets head, MLPs and norms run on some tokens at a time; ``of_head`` is a choice of a plan's for the head
@@ -144,15 +144,15 @@ def traced(
         space = space.without(refused)
     if inexact and tracer.head is None and not IN_TILES.keys() & uniform.keys():
         notes.append("--allow-inexact changes nothing: the model has no output head, and no layers with MLPs or norms.")
-    return Traced(tracer, uniform, heads, space, tuple(notes))
+    return TracedModel(tracer, uniform, heads, space, tuple(notes))
 
 
-def traced_for(
+def trace_for_hardware(
     stack: ExitStack, hardware: Hardware, spec: WorkloadSpec, tracer: Tracer, space: SearchSpace, **more: Any
-) -> Traced:
+) -> TracedModel:
     """The same for described hardware, where a deep model's shallow twin, kept open by ``stack``, stands for it.
 
-    ``more`` as for ``traced``.
+    ``more`` as for ``trace_model``.
     """
     opened = open_twin(stack, spec, tracer, hardware)
     if opened is not None:
@@ -160,8 +160,8 @@ def traced_for(
         if RECOMPUTE.kind in space.choices:  # a profile holds the leanest plan's bytes
             tracer.ahead([dict.fromkeys((unit.name for unit in blocks_of(tracer)), RECOMPUTE)])
         with suppress(AutockptError):
-            return replace(traced(twin, space, **more), tracer=tracer, twin=twin, base=base)
-    return traced(tracer, space, **more)
+            return replace(trace_model(twin, space, **more), tracer=tracer, twin=twin, base=base)
+    return trace_model(tracer, space, **more)
 
 
 def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from autockpt.schema.graph import PHASES, Graph
 from autockpt.tracing.kernels.timeline import bytes_timeline, micro_batch_of, phases_of
 
-Place = Literal["start", "forward", "after forward", "backward", "after backward", "optimizer"]
+StepPart = Literal["start", "forward", "after forward", "backward", "after backward", "optimizer"]
 
 
 class OpRange(NamedTuple):
@@ -22,19 +22,19 @@ class OpRange(NamedTuple):
     """
 
     micro_batch: int
-    place: Place
+    place: StepPart
     unit: int | None
     prefix: int
     first: int
     end: int
 
     @property
-    def key(self) -> tuple[int, Place, int | None]:
+    def key(self) -> tuple[int, StepPart, int | None]:
         """What names this piece in every ghost run of the same workload."""
         return self.micro_batch, self.place, self.unit
 
 
-def segments(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
+def op_ranges(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
     """All ops of a cycle in consecutive segments, in order; empty ones are left out.
 
     ``units`` names the units in order of execution: blocks, perhaps with the output head behind them. A unit's segment
@@ -70,15 +70,15 @@ def _owners(graph: Graph, place: Mapping[str, int]) -> Iterator[int]:
 
 def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarray) -> list[OpRange]:
     forward, mine = phase[first:end] == PHASES.index("forward"), unit[first:end]
-    sides: tuple[tuple[Place, np.ndarray], ...] = (("forward", forward), ("backward", ~forward))
-    runs: list[tuple[int, int, Place, int]] = []  # first op and end of each unit's ops
+    sides: tuple[tuple[StepPart, np.ndarray], ...] = (("forward", forward), ("backward", ~forward))
+    runs: list[tuple[int, int, StepPart, int]] = []  # first op and end of each unit's ops
     for i in np.unique(mine[mine >= 0]):
         for what, wanted in sides:
             at = first + np.flatnonzero(wanted & (mine == i))
             if len(at):
                 runs.append((int(at[0]), int(at[-1]) + 1, what, int(i)))
     runs.sort()
-    place: Place = "start"
+    place: StepPart = "start"
     owner, prefix, at = None, 0, first
     out: list[OpRange] = []
     for k, (begin, stop, what, i) in enumerate(runs):
@@ -93,7 +93,7 @@ def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarr
     return out
 
 
-def segment_peaks(graph: Graph, parts: Sequence[OpRange]) -> list[int]:
+def range_peaks(graph: Graph, parts: Sequence[OpRange]) -> list[int]:
     """Most device bytes at any op of each segment."""
     timeline = bytes_timeline(graph)
     return [int(timeline[s.first : s.end].max()) for s in parts]

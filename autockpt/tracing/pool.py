@@ -19,7 +19,7 @@ WORTH = 0.2  # seconds of ghost runs from which on a further process is forked f
 _Key = tuple[tuple[str, Choice], ...]
 
 
-class Crew:
+class GhostPool:
     """Answers as ``first`` would. Up to ``most`` are forked from it where there is enough to do ``ahead``, and a core
     for each; one that dies is done without, but for the first."""
 
@@ -32,14 +32,14 @@ class Crew:
         self._seconds = 0.0  # of the last ghost run that was waited for
         self.found = first.found
 
-    def with_another(self, build: Build) -> Crew:
+    def with_another(self, build: Build) -> GhostPool:
         """One whose first process is forked from this one's to ``build`` another workload.
 
         Raises NotForkable, or what building raises.
         """
         if self._most == 1 or self._first in self._busy:
             raise NotForkable("it is not for ghost runs, or has something to do")
-        return Crew(self._first.fork_again(build), self._most)
+        return GhostPool(self._first.fork_again(build), self._most)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
         """Begin with plans that ``trace`` will be asked for, in about this order."""

@@ -25,10 +25,10 @@ from autockpt.schema import (
 )
 from autockpt.shipped import load_hardware
 from autockpt.tuning import answer as answered
-from autockpt.tuning import batches, search_request
-from autockpt.tuning.batches import Climb, refuse_dependent_rows, search_batch_sizes
+from autockpt.tuning import batch_sizes, search_request
+from autockpt.tuning.batch_sizes import Climb, refuse_dependent_rows, search_batch_sizes
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.sizes import job_of
+from autockpt.tuning.job_sizes import job_of
 from tests.errors import raises
 from tests.tuning.small import TWO_LAYERS, of_rows, squares
 
@@ -53,7 +53,7 @@ class Made(Climb):
 
     def best(self, size: int) -> Any:
         found = self.found.get(size)
-        return None if found is None else batches.setting(size, self.rows, found)
+        return None if found is None else batch_sizes.batch_setting(size, self.rows, found)
 
 
 def climb_of(table: dict[int, float], rows: int) -> Made:

@@ -28,9 +28,9 @@ from autockpt.schema.graph import Graph, Phase, Tier, Unit
 from autockpt.schema.names import ancestors, fold, outermost
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.tracing.assemble import Place, Source, to_graph
+from autockpt.tracing.assemble import GraphSource, ModuleUnit, to_graph
 from autockpt.tracing.collectives import pretend_ranks, sharded_as_ghosts
-from autockpt.tracing.cuts import find_cuts, said_of_cuts
+from autockpt.tracing.cuts import cuts_note, find_cuts
 from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, optimizers_on, untouched
 from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 class TracedRun:
     """A workload that is cycled under a recorder; what is ``found`` of it is known from the first cycle on."""
 
-    source: Source
+    source: GraphSource
     workload: Step
     found: Found
 
@@ -121,17 +121,17 @@ class TracedRun:
         note says so.
         """
         there = discover_units(workload.model, workload.units)
-        units, named = refine(there, self._recorder), bool(workload.units)
+        units, named = called_units(there, self._recorder), bool(workload.units)
         if not units and not named:
-            places: list[Place] = [(path, None) for path in self._recorder.location.paths]
+            places: list[ModuleUnit] = [(path, None) for path in self._recorder.location.paths]
             graph = to_graph(self._recorder, workload, places, self.source)
             called = {self._recorder.location.paths[number] for number in self._recorder.location.order}
             cuts = find_cuts(graph, called)
             if not cuts:
                 return ()
             there, named = discover_units(workload.model, ",".join(cuts)), True
-            units = refine(there, self._recorder)
-            workload.notes += (f"Nothing repeats in this model. {said_of_cuts(graph, cuts)}",)
+            units = called_units(there, self._recorder)
+            workload.notes += (f"Nothing repeats in this model. {cuts_note(graph, cuts)}",)
         names = [unit.name for unit in units if unit.role == "block"]
         if not names:
             raise UsageError(
@@ -140,8 +140,8 @@ class TracedRun:
             )
         if named:
             workload.settings = {**workload.settings, "units": ",".join(fold(dict.fromkeys(names, "")))}
-        called_units = {unit.name for unit in units}
-        if idle := outermost([unit.name for unit in there if unit.name not in called_units]):
+        reached = {unit.name for unit in units}
+        if idle := outermost([unit.name for unit in there if unit.name not in reached]):
             workload.settings = {**workload.settings, NEVER_CALLED: ",".join(fold(dict.fromkeys(idle, "")))}
         return units
 
@@ -328,7 +328,7 @@ def capability_at(device: torch.device) -> Capability | None:
     return None
 
 
-def refine(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:
+def called_units(units: Sequence[Unit], recorder: Recorder) -> tuple[Unit, ...]:
     """Units of a recorded cycle: blocks in order of their first call, then sub-units in theirs.
 
     Units that were never called are dropped. Units of equal ``kind`` had equal structure before and also ran the same

@@ -7,7 +7,7 @@ from torch import nn
 from autockpt.devices import get_device
 from autockpt.errors import ConflictError, MeasurementError, UsageError
 from autockpt.measuring import StepRunner
-from autockpt.measuring.compiled import Compiler, missing
+from autockpt.measuring.compiler import Compiler, missing
 from autockpt.schema import RECOMPUTE, Choice, CompileMode
 from autockpt.schema.choices import CompileBudget
 from tests.errors import raises

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.devices import get_device
-from autockpt.measuring.turns import DeviceBusy, turn, turn_to_offload
+from autockpt.measuring.device_lock import DeviceBusy, device_lock, host_link_lock
 from autockpt.schema import RECOMPUTE, Choice, parse_choice
 from tests.errors import raises
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold(begun: Event, end: Event) -> None:
-    with turn(CPU, print):
+    with device_lock(CPU, print):
         begun.set()
         end.wait(60)
 
@@ -45,23 +45,23 @@ def test_the_second_waits_until_the_first_has_ended_however_it_ends(other: multi
         notes.append(note)
         os.kill(other.pid or 0, signal.SIGKILL)
 
-    with turn(CPU, told):
+    with device_lock(CPU, told):
         assert len(notes) == 1 and f"process {other.pid}" in notes[0]
 
 
 def test_who_does_not_wait_is_told_who_has_the_device(other: multiprocessing.Process) -> None:
-    with raises(DeviceBusy, str(other.pid)), turn(CPU, print, wait=False):
+    with raises(DeviceBusy, str(other.pid)), device_lock(CPU, print, wait=False):
         pass
     other.kill()
 
 
 def test_a_search_within_a_search_waits_for_nobody() -> None:
-    with turn(CPU, print):
-        with turn(CPU, print, wait=False):
+    with device_lock(CPU, print):
+        with device_lock(CPU, print, wait=False):
             pass
-        with turn(CPU, print, wait=False):
+        with device_lock(CPU, print, wait=False):
             pass
-    with turn(CPU, print, wait=False):
+    with device_lock(CPU, print, wait=False):
         pass
 
 
@@ -71,14 +71,14 @@ def test_plans_that_offload_from_an_accelerator_have_the_hosts_memory_alone() ->
 
     def take(plans: list[dict[str, Choice]], kind: str, begin: Event, done: Event) -> None:
         assert begin.wait(60)
-        with turn_to_offload(kind, plans, print):
+        with host_link_lock(kind, plans, print):
             done.set()
 
     for plans, kind, waits in (([staying, moving], "cuda", True), ([staying], "cuda", False), ([moving], "cpu", False)):
         begin, done = processes.Event(), processes.Event()
         other = processes.Process(target=take, args=(plans, kind, begin, done))
         other.start()
-        with turn_to_offload("cuda", [moving], notes.append):
+        with host_link_lock("cuda", [moving], notes.append):
             begin.set()
             assert done.wait(1 if waits else 60) is not waits
         other.join(60)

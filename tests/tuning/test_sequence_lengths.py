@@ -25,7 +25,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.lengths import Lengths
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.lengths import MOST_SETS, WORTH, Expected, search_lengths
+from autockpt.tuning.sequence_lengths import MOST_SETS, WORTH, Expected, search_lengths
 from tests.errors import raises
 from tests.tuning.made_up import Watcher
 

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
-from autockpt.cost import MemoryModel, Predictor, UniformRuns, memory_at_hand, simulated_memory, uniform_graphs
+from autockpt.cost import MemoryModel, Predictor, UniformRuns, local_memory, simulated_memory, uniform_graphs
 from autockpt.cost.profile import Heads, head_graphs
 from autockpt.cost.roofline import nominal_op_times, roofline_times
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError, UsageError
@@ -36,7 +36,7 @@ from autockpt.schema import (
 )
 from autockpt.schema.choices import CHUNKED_SOFTMAX, IN_TILES
 from autockpt.tracing import Tracer
-from autockpt.tuning.opening import LEANEST_CHUNKS, blocks_of, kinds_of, local_device, tracer_of
+from autockpt.tuning.traced_model import LEANEST_CHUNKS, blocks_of, kinds_of, local_device, tracer_of
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.lengths import with_length
 
@@ -130,7 +130,7 @@ def what_if_of(
         environment, used_by_others = local_device(request)
     room = environment.device.capacity_bytes - used_by_others
     budget_bytes, times = min(request.budget.resolve(0, 0, room), room), partial(nominal_op_times, environment)
-    return WhatIf(budget_bytes, times, tuple(kinds), memory_at_hand(environment, budget_bytes))
+    return WhatIf(budget_bytes, times, tuple(kinds), local_memory(environment, budget_bytes))
 
 
 def leanest_head(heads: Heads | None) -> Choice:

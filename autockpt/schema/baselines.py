@@ -26,7 +26,7 @@ def legend_of_names(names: Iterable[str]) -> list[str]:
     return [f"{kind}{number}: {MEANINGS[kind]}" for kind, number in kinds]
 
 
-def known_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[str, Choice]]:
+def baseline_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[str, Choice]]:
     """Choices by unit for each well-known plan that the allowed ``kinds`` can express."""
     plans: dict[str, dict[str, Choice]] = {NONE: dict.fromkeys(units, SAVE)}
     if "recompute" in kinds:

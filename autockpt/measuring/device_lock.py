@@ -29,7 +29,7 @@ class DeviceBusy(MeasurementError):
 
 
 @contextmanager
-def turn(device: Device, note: Callable[[str], None], *, wait: bool = True) -> Iterator[None]:
+def device_lock(device: Device, note: Callable[[str], None], *, wait: bool = True) -> Iterator[None]:
     """Have the device to oneself among the searches of this user; ``note`` is told whom one waits for.
 
     Raises DeviceBusy where another search has it and ``wait`` is False.
@@ -39,7 +39,7 @@ def turn(device: Device, note: Callable[[str], None], *, wait: bool = True) -> I
 
 
 @contextmanager
-def turn_to_offload(
+def host_link_lock(
     device_kind: str, plans: Iterable[Mapping[str, Choice]], note: Callable[[str], None]
 ) -> Iterator[None]:
     """Have the way to the host's memory to oneself as well, where one of these plans offloads from an accelerator.

@@ -1,7 +1,7 @@
-"""Plans in two runs of layers: the first ``count`` make one choice, the others another.
+"""Split plans: one choice on the first layers, another one on the rest.
 
-People write such plans by hand ("offload the first six layers"), review them at a glance, and a compiler sees few kinds
-of layers. There are few enough of them that every pair of choices is evaluated at every split, exactly.
+People write such plans by hand ("offload the first six layers") and review them at a glance, and compiled layers need
+fewer graphs. There are so few of them that every pair of choices is evaluated at every split, exactly.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ Accept = Callable[[Choice, Choice], bool]
 """Whether a pair of choices, of the first and of the last layers, is wanted."""
 
 
-def two_runs(problem: Problem, accept: Accept = lambda front, back: True) -> list[Assignment]:
+def split_plans(problem: Problem, accept: Accept = lambda front, back: True) -> list[Assignment]:
     """The fastest plan within the budgets for every accepted pair of choices, fastest first.
 
-    A layer that does not offer a choice saves. An output head takes each of its options in turn. Plans that one choice
-    on all layers makes are among them.
+    A layer that does not offer a choice saves. Each option of an output head is tried. Uniform plans are among them.
     """
     layers = [unit for unit in problem.units if unit.name != problem.head]
     choices = list(dict.fromkeys(option.choice for unit in layers for option in unit.options))
     points = strongest(problem.points)
     found: dict[tuple[Choice, ...], Assignment] = {}
     for head in [()] if problem.head is None else [(option,) for option in problem.units[-1].options]:
-        runs = {choice: _Run.of([*(_option(unit, choice) for unit in layers), *head], points) for choice in choices}
+        plans = {
+            choice: _Uniform.of([*(_option(unit, choice) for unit in layers), *head], points) for choice in choices
+        }
         for front, back in product(choices, repeat=2):
-            if accept(front, back) and (best := _best_split(problem, len(layers), points, runs[front], runs[back])):
+            if accept(front, back) and (best := _best_split(problem, len(layers), points, plans[front], plans[back])):
                 found.setdefault(tuple(best.choices.values()), best)
     return sorted(found.values(), key=lambda plan: (plan.seconds, plan.peak))
 
 
-def refine_two_runs(
+def refine_split(
     problem: Problem, check: Checker, accept: Accept = lambda front, back: True, *, max_calls: int = 4
 ) -> Assignment | None:
-    """The fastest plan in two runs that fits by ``check`` (a ghost run), with at most ``max_calls`` of these.
+    """The fastest split plan that fits by ``check`` (a ghost run), with at most ``max_calls`` of these.
 
     Each check shifts the budget by what the linear model missed. ``peak`` of the result is the check's. None where no
     plan passed.
@@ -51,7 +52,7 @@ def refine_two_runs(
     best: Assignment | None = None
     missed, seen = 0, set[tuple[Choice, ...]]()
     for _ in range(max_calls):
-        plans = two_runs(problem.model_copy(update={"budget_bytes": problem.budget_bytes - missed}), accept)
+        plans = split_plans(problem.model_copy(update={"budget_bytes": problem.budget_bytes - missed}), accept)
         if not plans or (best is not None and plans[0].seconds >= best.seconds):
             break
         plan = plans[0]
@@ -68,9 +69,11 @@ def refine_two_runs(
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One choice on all layers, with a choice of the output head. ``needs`` are bytes by point, the rest sums over the
-    units before each place."""
+class _Uniform:
+    """One choice on all layers, with a choice for the output head.
+
+    ``needs`` are bytes by point, ``kept``, ``host`` and ``seconds`` sums over the units before each one.
+    """
 
     options: Sequence[Option]
     kept: np.ndarray
@@ -90,7 +93,9 @@ class _Run:
         return cls(options, kept, host, seconds, np.array(needs, dtype=np.int64))
 
 
-def _best_split(problem: Problem, layers: int, points: Sequence[Point], front: _Run, back: _Run) -> Assignment | None:
+def _best_split(
+    problem: Problem, layers: int, points: Sequence[Point], front: _Uniform, back: _Uniform
+) -> Assignment | None:
     """The fastest plan within the budgets in which the first layers are as in ``front``, the others as in ``back``."""
     counts = np.arange(layers + 1)
     prefix = np.array([p.prefix for p in points], dtype=np.int64)

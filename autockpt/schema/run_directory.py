@@ -40,10 +40,10 @@ from autockpt.schema.trial import Outlook, Trial
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
-Step = Literal["plain", "recompute", "plan"]
+GraphName = Literal["plain", "recompute", "plan"]
 _QUESTION, _TRIALS, _IN_FLIGHT = "question.json", "trials.jsonl", "in_flight.json"
 _OF_THE_QUESTION = ("workload", "settings", "budget", "host_budget_bytes", "baselines")
-_GRAPHS: dict[Step, str] = {
+_GRAPHS: dict[GraphName, str] = {
     "plain": "graph.json.gz",
     "recompute": "graph-recompute.json.gz",
     "plan": "graph-plan.json.gz",
@@ -267,12 +267,12 @@ class RunDirectory:
     def profile(self) -> Profile | None:
         return self._model("profile.json", Profile)
 
-    def write_graph(self, graph: Graph, step: Step = "plain") -> None:
+    def write_graph(self, graph: Graph, step: GraphName = "plain") -> None:
         """Write a traced step: the plain one, that of the plan, or that of recomputing everything."""
         # mtime 0, so that the same graph gives the same file
         self.write(_GRAPHS[step], gzip.compress(graph.model_dump_json(exclude_defaults=True).encode(), 5, mtime=0))
 
-    def graph(self, step: Step = "plain") -> Graph | None:
+    def graph(self, step: GraphName = "plain") -> Graph | None:
         """A traced step; None where it was not written."""
         return self._model(_GRAPHS[step], Graph)
 

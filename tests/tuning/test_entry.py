@@ -1,4 +1,4 @@
-"""The one door: what people write becomes a request, whoever asks, or is refused before anything runs."""
+"""Every caller gets the same request from the same words, or an error before anything runs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from autockpt.errors import UsageError
 from autockpt.schema import SearchRequest, WorkloadSpec
-from autockpt.tuning import answer, door, search_request
+from autockpt.tuning import answer, entry, search_request
 from autockpt.tuning.loop import Proposer
 from autockpt.tuning.targets.base import Target
 from autockpt.workload import Step
@@ -38,9 +38,9 @@ def test_a_live_step_is_a_request_like_any_other() -> None:
     asked = search_request(budget="24GB", step=step)
     assert asked.step is step and asked.name == "Linear" and "step" not in asked.model_dump()
     with raises(UsageError, "device="):
-        door.refuse_described(step, {"hardware": None, "device": "cpu"})
+        entry.refuse_described(step, {"hardware": None, "device": "cpu"})
     with raises(UsageError):
-        door.refuse_described(nn.Linear(2, 2), {})
+        entry.refuse_described(nn.Linear(2, 2), {})
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_live_step_is_a_request_like_any_other() -> None:
 def test_a_request_says_what_is_searched_for(more: Any, asked_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, SearchRequest] = {}
     for name in ("run_search", "search_batch_sizes", "search_lengths"):
-        monkeypatch.setattr(door, name, lambda request, listener, name=name: asked.setdefault(name, request))
+        monkeypatch.setattr(entry, name, lambda request, listener, name=name: asked.setdefault(name, request))
     request = search_request(budget="24GB", workload=SPEC, **more)
     answer(request)
     assert asked == {asked_of: request}

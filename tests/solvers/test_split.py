@@ -3,7 +3,7 @@ import itertools
 from hypothesis import assume, given
 
 from autockpt.schema.choices import OFFLOAD, SAVE, Choice
-from autockpt.solvers import Checked, exact, refine_two_runs, two_runs
+from autockpt.solvers import Checked, exact, refine_split, split_plans
 from autockpt.solvers.problem import Problem, host_of, peak_of, seconds_of
 from tests.solvers.problems import small_problems, uniform_problem
 from tests.solvers.test_host import with_host
@@ -35,7 +35,7 @@ def by_hand(problem: Problem) -> list[tuple[float, int]]:
 
 @given(small_problems())
 def test_the_fastest_plan_in_two_runs_is_found(problem: Problem) -> None:
-    plans, known = two_runs(problem), by_hand(problem)
+    plans, known = split_plans(problem), by_hand(problem)
     assert bool(plans) == bool(known)
     for plan in plans:
         assert plan.peak == peak_of(problem, plan.choices) <= problem.budget_bytes
@@ -49,7 +49,7 @@ def test_the_fastest_plan_in_two_runs_is_found(problem: Problem) -> None:
 def test_an_output_head_takes_each_of_its_options(problem: Problem) -> None:
     assume(len(problem.units) > 1)
     headed = problem.model_copy(update={"head": problem.units[-1].name})
-    plans, known = two_runs(headed), by_hand(headed)
+    plans, known = split_plans(headed), by_hand(headed)
     assert bool(plans) == bool(known)
     if known:
         assert abs(plans[0].seconds - min(known)[0]) < 1e-9
@@ -57,7 +57,7 @@ def test_an_output_head_takes_each_of_its_options(problem: Problem) -> None:
 
 def test_a_host_budget_bounds_what_is_offloaded() -> None:
     problem = with_host(uniform_problem(4, 125), [0, 0, 10], 20)
-    plans = two_runs(problem, lambda front, back: (front, back) == (OFFLOAD, SAVE))
+    plans = split_plans(problem, lambda front, back: (front, back) == (OFFLOAD, SAVE))
     assert plans and all(host_of(problem, plan.choices) <= 20 for plan in plans)
 
 
@@ -69,7 +69,7 @@ def test_refining_ends_with_a_plan_that_the_check_lets_pass() -> None:
         asked.append(1)
         return Checked(peak_of(problem, plan) + 7)  # the linear model misses 7 bytes
 
-    plan = refine_two_runs(problem, check, rest_saves)
+    plan = refine_split(problem, check, rest_saves)
     assert plan is not None
     assert plan.peak == peak_of(problem, plan.choices) + 7 <= 140 and len(asked) <= 4
     fewer = [name for name in plan.choices if plan.choices[name] != SAVE][:-1]
@@ -79,4 +79,4 @@ def test_refining_ends_with_a_plan_that_the_check_lets_pass() -> None:
 
 def test_refining_says_where_nothing_fits() -> None:
     problem = uniform_problem(4, 140)
-    assert refine_two_runs(problem, lambda plan: Checked(1000)) is None
+    assert refine_split(problem, lambda plan: Checked(1000)) is None

@@ -27,7 +27,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.graph import TensorMeta, Work
-from autockpt.schema.runs import RunDirectory, best, directory_name, pareto_front
+from autockpt.schema.run_directory import RunDirectory, best, directory_name, pareto_front
 from tests import samples
 from tests.analysis.samples import make_run
 from tests.errors import raises
@@ -248,7 +248,7 @@ def test_two_searches_at_once_are_refused(tmp_path: Path) -> None:
 def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     run = enter(tmp_path)
     code = (
-        "import os, sys; from pathlib import Path; from autockpt.schema.runs import RunDirectory\n"
+        "import os, sys; from pathlib import Path; from autockpt.schema.run_directory import RunDirectory\n"
         "with RunDirectory(Path(sys.argv[1]), {}).lock(): os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(run.path)]).returncode == 9

@@ -19,13 +19,13 @@ from tempfile import TemporaryDirectory
 from autockpt.errors import AutockptError, InfeasibleError, TimeLimitReached, UsageError
 from autockpt.measuring.local import refuse_many_processes
 from autockpt.schema import Graph, Listener, Op, SearchOutcome, SearchRequest, WorkloadSpec
-from autockpt.schema.known import OURS
+from autockpt.schema.baselines import OURS
 from autockpt.schema.request import BatchAnswer, BatchSetting
 from autockpt.schema.words import tally
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.opening import kinds_of, tracer_of
+from autockpt.tuning.job_sizes import LEAN_KINDS, job_of, largest_that_fits, least_bytes, what_if_of
 from autockpt.tuning.search import Search, run_search, save_plan_copy
-from autockpt.tuning.sizes import LEAN_KINDS, job_of, largest_that_fits, least_bytes, what_if_of
+from autockpt.tuning.traced_model import kinds_of, tracer_of
 
 FEWEST = 3  # candidates of the first search of a size
 LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
@@ -142,7 +142,7 @@ class Climb:
     def best(self, size: int) -> BatchSetting | None:
         """What a search of this size found."""
         outcome = self.found.get(size)
-        return None if outcome is None or outcome.plan is None else setting(size, self.rows, outcome)
+        return None if outcome is None or outcome.plan is None else batch_setting(size, self.rows, outcome)
 
     @property
     def spent(self) -> int:
@@ -177,7 +177,7 @@ class Climb:
         )
 
 
-def setting(size: int, rows: int, outcome: SearchOutcome) -> BatchSetting:
+def batch_setting(size: int, rows: int, outcome: SearchOutcome) -> BatchSetting:
     """The plan that a search found as a setting of the update."""
     chosen = outcome.rows[-1]
     score = chosen.measured or chosen.predicted

@@ -19,14 +19,14 @@ from autockpt.measuring.local import refuse_many_processes
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.session import compiled_as
 from autockpt.schema import Comparison, Listener, Plan, SearchOutcome, SearchRequest, words
+from autockpt.schema.baselines import NONE
 from autockpt.schema.choices import SAVE
-from autockpt.schema.known import NONE
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import When
-from autockpt.schema.runs import RunDirectory
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.tuning.clock import Clock
+from autockpt.tuning.job_sizes import resized
 from autockpt.tuning.search import Search, run_search, save_plan_copy
-from autockpt.tuning.sizes import resized
 from autockpt.workload.lengths import shortened
 from autockpt.workload.units import discover_units
 

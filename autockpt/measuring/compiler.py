@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, MeasurementError, UsageError
-from autockpt.measuring.failures import chain
+from autockpt.measuring.failures import chained
 from autockpt.schema.choices import SAVE, Choice
 from autockpt.schema.plan import CompileMode, plan_hash
-from autockpt.workload.step import unheard
+from autockpt.workload.step import ignore
 from autockpt.workload.units import discover_units, module_of, unwrap
 
 BACKEND = "inductor"
@@ -49,7 +49,7 @@ class Compiler:
         device_kind: str,
         *,
         backend: str = BACKEND,
-        beat: Callable[[str], None] = unheard,
+        beat: Callable[[str], None] = ignore,
     ) -> None:
         if backend == BACKEND and (why := missing(device_kind)):
             raise UsageError(f"steps cannot be compiled here: {why}", remedy="Install it, or leave out --compile.")
@@ -181,7 +181,7 @@ def _in_words() -> Iterator[None]:
     try:
         yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-        wrapped = (e for e in chain(error) if isinstance(e, AutockptError) and not isinstance(e, DeviceOutOfMemory))
+        wrapped = (e for e in chained(error) if isinstance(e, AutockptError) and not isinstance(e, DeviceOutOfMemory))
         ours, first = next(wrapped, None), str(error).strip().split("\n")[0]
         if isinstance(error, FailOnRecompileLimitHit):
             first = "a layer had to be compiled anew more often than torch._dynamo.config.recompile_limit allows"

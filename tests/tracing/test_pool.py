@@ -8,7 +8,7 @@ import pytest
 
 from autockpt.errors import AutockptError
 from autockpt.schema import Choice, WorkloadSpec, parse_choice
-from autockpt.tracing import Tracer, crew
+from autockpt.tracing import Tracer, pool
 from autockpt.tracing.process import can_fork
 from tests.tracing.reference import uniform
 
@@ -20,7 +20,7 @@ KINDS = ("save", "recompute", "selective", "remake", "offload")
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tracer, Tracer]]:
     """One that has further processes, and one that asks its own for plan after plan."""
-    monkeypatch.setattr(crew, "WORTH", 0.0)
+    monkeypatch.setattr(pool, "WORTH", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     with Tracer.from_spec(SPEC) as several, Tracer.from_spec(SPEC) as alone:
         yield several, alone
@@ -74,7 +74,7 @@ def test_a_further_process_that_dies_is_done_without(pair) -> None:
 
 @pytest.mark.slow
 def test_what_is_not_worth_a_process_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "WORTH", 10.0)
+    monkeypatch.setattr(pool, "WORTH", 10.0)
     with Tracer.from_spec(SPEC) as tracer:
         tracer.trace({})
         tracer.ahead(plans(tracer)[:2])

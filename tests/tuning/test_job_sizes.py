@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autockpt import estimate
 from autockpt.errors import UsageError
 from autockpt.schema import SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
-from autockpt.tuning.sizes import largest_that_fits, with_longest
+from autockpt.tuning.job_sizes import largest_that_fits, with_longest
 from autockpt.workload import Step
 from tests.policies.zoo import CASES
 from tests.tracing.reference import ghosts

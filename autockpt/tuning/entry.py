@@ -26,11 +26,11 @@ from autockpt.schema import (
 from autockpt.schema.base import unfit
 from autockpt.schema.request import BatchAnswer, PipelineAnswer
 from autockpt.shipped import load_hardware
-from autockpt.tuning.batches import search_batch_sizes
-from autockpt.tuning.lengths import search_lengths
+from autockpt.tuning.batch_sizes import search_batch_sizes
+from autockpt.tuning.job_sizes import with_longest
 from autockpt.tuning.pipeline import search_stages
 from autockpt.tuning.search import refuse_unwritable, run_search
-from autockpt.tuning.sizes import with_longest
+from autockpt.tuning.sequence_lengths import search_lengths
 from autockpt.workload import Step
 from autockpt.workload.lengths import lengths_of
 
