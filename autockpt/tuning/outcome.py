@@ -15,10 +15,10 @@ from autockpt.schema.plan import Comparison, Plan, Verdict
 from autockpt.schema.request import FinishedSearch, SearchOutcome
 from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.words import counted, step_note
-from autockpt.tuning.compiled import NOT_PREDICTED
 from autockpt.tuning.loop import Loop
 from autockpt.tuning.outlook import look_around, trade
 from autockpt.tuning.targets.base import Prepared
+from autockpt.tuning.targets.compiled import NOT_PREDICTED
 from autockpt.tuning.trials import Trials
 
 OFF = 3.0

@@ -17,12 +17,13 @@ from autockpt.schema import Environment, Listener, SearchOutcome, SearchRequest,
 from autockpt.schema.files import unwritable
 from autockpt.schema.run_directory import RunDirectory, short_name
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.compiled import Compiled, SplitProposer, refuse_uncompilable
 from autockpt.tuning.infeasible import explain_refusal
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.outcome import finish, plain
 from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.proposers.split import SplitProposer
 from autockpt.tuning.targets.base import Prepared, Target
+from autockpt.tuning.targets.compiled import Compiled, refuse_uncompilable
 from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.traced_model import blocks_of, device_of

@@ -10,8 +10,9 @@ from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, SearchRequest,
 from autockpt.schema.choices import CompileBudget
 from autockpt.schema.run_directory import RunDirectory
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.compiled import Compiled, SplitProposer
 from autockpt.tuning.loop import Loop
+from autockpt.tuning.proposers.split import SplitProposer
+from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Trials
 from tests.errors import raises
 from tests.samples import environment

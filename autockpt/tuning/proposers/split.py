@@ -1,122 +1,26 @@
-"""Compiled search (``autockpt search --compile``): its target, and its plans in two runs of layers.
+"""Candidates for compiled steps, which nothing predicts: split plans of the choices that were measured so far.
 
-Candidates are only measured, never predicted. Each is compiled first, which may fail and takes most of the time. What a
-layer keeps at the front of the model is held longest, so the leaner choice belongs there. What a layer costs is read
-off the measured plans with one choice on all layers; what such a sum missed of a plan corrects all plans of the same
-two choices.
+What a layer keeps at the front of the model is held longest, so the leaner choice belongs there. What a layer costs is
+read off the measured uniform plans. What that sum missed of a plan corrects all plans of the same two choices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import groupby, permutations
 
-from autockpt.devices import get_device
-from autockpt.errors import (
-    AutockptError,
-    ConflictError,
-    InfeasibleError,
-    MeasurementError,
-    TimeLimitReached,
-    UsageError,
-)
-from autockpt.measuring.compiler import missing
-from autockpt.schema import RECOMPUTE, SAVE, Choice, CompileMode, Measurement, SearchRequest, Trial
+from autockpt.errors import AutockptError, InfeasibleError, MeasurementError
+from autockpt.schema import RECOMPUTE, SAVE, Choice, Measurement, SearchRequest, Trial
 from autockpt.schema.baselines import ALL, EVERY_2, NONE, baseline_plans
-from autockpt.schema.choices import CompileBudget, SearchSpace, Selective
+from autockpt.schema.choices import CompileBudget, Selective
 from autockpt.schema.sizes import format_bytes
 from autockpt.solvers import split_plans
 from autockpt.solvers.problem import Option, Point, Problem, UnitOptions, peak_of
-from autockpt.tracing import Tracer
-from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.infeasible import SMALLER, out_of_memory
 from autockpt.tuning.loop import Loop, Proposer
-from autockpt.tuning.targets.base import Prepared
-from autockpt.tuning.targets.measured import FINALS_SHARE, Measured, saving_everything
-from autockpt.tuning.trials import Candidate, Plans, Score, Trials
-
-IN_GRAPHS = ("save", "recompute", "selective")
-"""Choices that can be part of a compiled graph, compile_budget besides."""
-NOT_PREDICTED = (
-    "Compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
-    "nothing is predicted (and a search without --compile offers more choices)."
-)
-_COMPILING = {
-    "layers": "The first plan with a choice compiles a layer for it, which takes a while; what comes later finds it.",
-    "model": "Every plan is compiled as a whole, which takes a while; later runs find it.",
-}
-
-
-@dataclass
-class Compiled(Measured):
-    """Real steps by a measurer that compiles as ``request.compile`` says."""
-
-    refuses_budgets: bool = field(default=False, init=False)
-
-    @property
-    def mode(self) -> CompileMode:
-        return self.request.compile or "layers"
-
-    def allowed(self, tracer: Tracer) -> tuple[SearchSpace, tuple[str, ...]]:
-        """The choices that can be part of a graph. Raises UsageError where the request contradicts compiling."""
-        if self.mode == "layers" and tracer.settings.get("units"):
-            raise UsageError(
-                f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
-                remedy="Search with --compile model, or without --compile; leave `units` out where blocks repeat.",
-            )
-        space = self.request.space
-        inside = tuple(kind for kind in space.choices if kind in IN_GRAPHS)
-        if "recompute" not in inside:
-            raise UsageError("without recompute there is nothing to choose in compiled steps", remedy="Allow it.")
-        outside = [kind for kind in space.choices if kind not in IN_GRAPHS]
-        left_out = (f"not part of a compiled graph, so left out: {', '.join(outside)}",) if outside else ()
-        return space.restricted(inside), (*left_out, NOT_PREDICTED)
-
-    def cost_model(self, prepared: Prepared) -> None:
-        """None: nothing is known of compiled steps but what they take. Says what takes long."""
-        self.clock.listener.note(_COMPILING[self.mode])
-
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
-        """Measure a plan; one that the compiler refuses failed."""
-        try:
-            return super().score(candidate, budget_bytes)
-        except TimeLimitReached:
-            raise
-        except (ConflictError, MeasurementError) as error:
-            on_budgets = any(choice.kind == "compile_budget" for choice in candidate.choices.values())
-            if isinstance(error, ConflictError) and on_budgets and not self.refuses_budgets:
-                self.refuses_budgets = True
-                self.notes.append(f"No compile_budget for this model: {error.message}")
-            return Score("failed", message=error.message)
-
-    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
-        """What the finals take, plans of an earlier run compiled first; nothing before the two first plans."""
-        if self.clock.timeout is None or len(trials.all) < 2:  # they say what the budget is
-            return 0.0
-        contest = [*self._finalists(trials), *saving_everything(known)]
-        compiling = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
-        return min(first_rounds(contest) * 2 + compiling, FINALS_SHARE * self.clock.timeout)
-
-
-def refuse_uncompilable(request: SearchRequest) -> None:
-    """Raises UsageError where nothing can be compiled here, or the request contradicts compiling."""
-    if why := missing(get_device(request.device).kind):
-        raise UsageError(f"steps cannot be compiled here: {why}", remedy="Install it, or leave out --compile.")
-    for given, option in (
-        (request.hardware is not None, "--hardware"),
-        (request.allow_inexact, "--allow-inexact"),
-        (request.host_budget is not None, "--host-budget"),
-    ):
-        if given:
-            raise UsageError(
-                f"--compile and {option} do not go together: compiled steps can only be measured, and neither "
-                "offloading nor a loss in chunks can be part of a graph",
-                remedy=f"Leave out {option} or --compile.",
-            )
-
-
-# -- its plans --------------------------------------------------------------------------------------------------------
+from autockpt.tuning.targets.compiled import Compiled
+from autockpt.tuning.trials import Candidate, Plans, Trials
 
 FRACTIONS = (0.8, 0.6, 0.4, 0.2)
 """Budgets that are measured for all layers alike before anything else."""
