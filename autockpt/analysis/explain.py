@@ -14,7 +14,7 @@ from typing import Any
 
 from autockpt.analysis.explanation import Bargain, Basis, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
-from autockpt.analysis.why import Known, budget_steps, recorded, searched, why
+from autockpt.analysis.why import PredictedPlans, budget_steps, recorded, searched, why
 from autockpt.cost import CostModel
 from autockpt.cost.roofline import peak_flops
 from autockpt.cost.simulation import simulate
@@ -138,7 +138,7 @@ def explain_step(
         target = Simulated(request, Clock(listener), plan=plan)
         prepared = target.trace(stack)
         cost_model = target.cost_model(prepared)
-        found, asked, card = prepared.found, prepared.request, request.hardware
+        traced, asked, card = prepared.traced, prepared.request, request.hardware
         known, trials = searched(asked, cost_model, target)
         budget = None if any_budget else trials.budget
         if plan is not None:
@@ -149,13 +149,13 @@ def explain_step(
         else:
             choices, said, notes = _chosen(known, trials.best, budget, cost_model)
             status = "simulated"
-        graph, head = found.tracer.trace(choices), found.tracer.head
+        graph, head = traced.tracer.trace(choices), traced.tracer.head
         on_host = host_notes(prepared.environment, host_bytes_of(graph.copies, prepared.environment.device.kind))
         times = cost_model.profile.op_times
         return _explanation(
             known,
-            _basis(times, "by an earlier search") if target.terms.knows_seconds else ("nominal", _NOMINAL),
-            (found.plain, graph),
+            _basis(times, "by an earlier search") if target.scoring.knows_seconds else ("nominal", _NOMINAL),
+            (traced.plain, graph),
             head.name if head is not None else None,
             known.reach(choices).peak_bytes,
             card,
@@ -231,7 +231,7 @@ def explain_run(path: Path, plan: Plan, budget: str | Budget | None = None) -> E
 
 
 def _explanation(
-    known: Known,
+    known: PredictedPlans,
     basis: tuple[Basis, str],
     graphs: tuple[Graph, Graph],
     head: str | None,
@@ -297,7 +297,7 @@ def _smaller_batches(plan: Plan) -> tuple[str, ...]:
 
 
 def _chosen(
-    known: Known, best: Trial | None, budget: ResolvedBudget | None, cost_model: CostModel
+    known: PredictedPlans, best: Trial | None, budget: ResolvedBudget | None, cost_model: CostModel
 ) -> tuple[dict[str, Choice], str, tuple[str, ...]]:
     """The choices that are explained where no plan is given, what they are in words, and notes."""
     if budget is None:

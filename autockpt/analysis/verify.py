@@ -276,7 +276,7 @@ class _Verification:
         yield alone if alone.state == "skipped" else self._step_time_compared(measured) or alone
 
     def _step_time_compared(self, measured: Measurement) -> Check | None:
-        """Interleaved with a well-known plan where one fits: a machine that is slower today slows both alike."""
+        """Interleaved with a baseline where one fits: a machine that is slower today slows both alike."""
         rounds = max(3, self.steps // 2)
         promised = {row.name: row.measured for row in self.plan.baselines if row.measured is not None}
         for name in (name for name in (NONE, ALL) if name in promised):
@@ -358,7 +358,7 @@ def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
 
 
 def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:
-    """The step time as a multiple of a well-known plan's, measured interleaved, against the same ratio as promised.
+    """The step time as a multiple of a baseline's, measured interleaved, against the same ratio as promised.
 
     ``reference`` is what was measured of that plan when ``plan`` was made. Fails only where the ratio is surely worse.
     """

@@ -20,7 +20,7 @@ from autockpt.tuning.trials import AS_FAST, Trials
 SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
 
 
-class Known:
+class PredictedPlans:
     """Plans with what was predicted of each, which one plan is compared with. ``saving`` is the plan that saves all."""
 
     def __init__(self, saving: Mapping[str, Choice], plain: Prediction) -> None:
@@ -61,11 +61,11 @@ class Known:
         return min(faster, key=lambda reach: (reach.peak_bytes, reach.step_seconds), default=None)
 
 
-def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) -> Known:
+def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) -> PredictedPlans:
     """The plans that a run's search tried or ghost-ran."""
     overhead = profile.op_times.device.overhead_bytes
     plain = Prediction(peak_bytes=profile.save_all_peak_bytes + overhead, step_seconds=profile.save_all_seconds)
-    known = Known(saving, plain)
+    known = PredictedPlans(saving, plain)
     outlook = run.outlook()
     for ghost in outlook.plans if outlook is not None else ():
         if ghost.predicted.step_seconds is not None:
@@ -79,12 +79,12 @@ def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) 
     return known
 
 
-def searched(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[Known, Trials]:
+def searched(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[PredictedPlans, Trials]:
     """The plans that a simulated search tries, and those for other budgets; its trials know the budget in bytes."""
     clock, trials = target.clock, Trials(None)
     proposer = SolverProposer(request, cost_model, target, trials, clock)
-    saving = proposer.known[NONE]
-    known = Known(saving, cost_model.predictor.predict(saving))
+    saving = proposer.baselines[NONE]
+    known = PredictedPlans(saving, cost_model.predictor.predict(saving))
     try:
         loop = Loop(proposer, target, trials, request.trials, clock)
         loop.run()
@@ -104,7 +104,7 @@ def is_faster(one: Reach, other: Reach) -> bool:
     return one.step_seconds < other.step_seconds - AS_FAST * other.step_seconds
 
 
-def why(known: Known, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:
+def why(known: PredictedPlans, choices: Mapping[str, Choice], budget_bytes: int | None) -> Why:
     """A plan among its neighbours. ``choices`` need not be the solver's, nor within the budget."""
     chosen = known.reach(choices)
     room = chosen.peak_bytes if budget_bytes is None else max(budget_bytes, chosen.peak_bytes)
@@ -117,7 +117,7 @@ def why(known: Known, choices: Mapping[str, Choice], budget_bytes: int | None) -
     )
 
 
-def budget_steps(known: Known, budget: ResolvedBudget | None, chosen: Reach) -> tuple[BudgetStep, ...]:
+def budget_steps(known: PredictedPlans, budget: ResolvedBudget | None, chosen: Reach) -> tuple[BudgetStep, ...]:
     """What budgets between saving everything and the leanest plan buy, most bytes first; the one asked for buys the
     ``chosen`` plan where no other is faster by more than a search tells apart."""
     high, low = known.save_all.peak_bytes, known.lean.peak_bytes

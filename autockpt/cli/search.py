@@ -77,7 +77,7 @@ def search(
     ),
     trials: int = opt(
         "--trials -n N",
-        "Measure at most this many candidates, besides well-known and simple plans; with --lengths or --global-batch "
+        "Measure at most this many candidates, besides baselines and simple plans; with --lengths or --global-batch "
         "at least three for each size. A simulation tries one.",
         default=40,
         min=1,

@@ -1,4 +1,4 @@
-"""The well-known plans, by name: what a search is compared with and starts from."""
+"""The baselines: the usual uniform plans, which every search begins with and is compared with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def legend_of_names(names: Iterable[str]) -> list[str]:
 
 
 def baseline_plans(units: Sequence[str], kinds: Sequence[str]) -> dict[str, dict[str, Choice]]:
-    """Choices by unit for each well-known plan that the allowed ``kinds`` can express."""
+    """Choices by unit for each baseline that the allowed ``kinds`` can express."""
     plans: dict[str, dict[str, Choice]] = {NONE: dict.fromkeys(units, SAVE)}
     if "recompute" in kinds:
         plans[ALL] = dict.fromkeys(units, RECOMPUTE)

@@ -82,7 +82,7 @@ OF_A_SET = ("when", "hash", "share", "predicted", "measured", "choices")
 
 
 class Comparison(Data):
-    """One row of the answer: a well-known plan, or the one that was found, with what it was predicted to do."""
+    """One row of the answer: a baseline, or the one that was found, with what it was predicted to do."""
 
     name: str = Field(description="none, recompute all, every-2, offload all, inputs offloaded, ours")
     verdict: Verdict

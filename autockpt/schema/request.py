@@ -45,7 +45,7 @@ class SearchRequest(Data):
     simulate: bool = Field(default=False, description="take no step: bytes and seconds by ghost runs and op times")
     host_budget: int | None = Field(default=None, gt=0, description="bytes that offloading may claim on the host")
     trials: int = Field(
-        default=TRIALS, gt=0, description="candidates at most; well-known and simple plans are measured besides"
+        default=TRIALS, gt=0, description="candidates at most; baselines and simple plans are measured besides"
     )
     timeout: float | None = Field(default=None, gt=0)
     training_steps: int | None = Field(
@@ -214,7 +214,7 @@ class BatchAnswer(Data):
     best: BatchSetting
     others: tuple[BatchSetting, ...] = ()
     outcome: SearchOutcome
-    trials: int = Field(description="of all sizes together, well-known plans among them, as outcomes count them")
+    trials: int = Field(description="of all sizes together, baselines among them, as outcomes count them")
     seconds: float = Field(description="wall time of it all")
     notes: tuple[str, ...] = ()
 

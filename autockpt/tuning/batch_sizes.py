@@ -146,7 +146,7 @@ class Climb:
 
     @property
     def spent(self) -> int:
-        """Candidates so far, of all sizes, well-known plans not among them."""
+        """Candidates so far, of all sizes, baselines not among them."""
         known = filter(None, self.found.values())
         return sum(max(0, o.measured_trials - sum(row.name != OURS for row in o.rows)) for o in known)
 

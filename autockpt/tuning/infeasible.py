@@ -88,7 +88,7 @@ def explain_refusal(
     That is a change of the job, or chunks of its output head. Changes are looked for where the budget is no share of
     the job's own peak, and within the ``clock``'s time limit.
     """
-    request, found = prepared.request, prepared.found
+    request, traced = prepared.request, prepared.traced
     outlook = Outlook(plans=ghost_runs(cost_model) if cost_model is not None else (), infeasible=error.message)
     if run is not None:
         run.write_outlook(outlook)
@@ -96,18 +96,18 @@ def explain_refusal(
         return
     if not request.budget.is_share:
         clock.listener.stage("look for alternatives", SORTS)
-        uniform, late = found.uniform, partial(clock.passed, 1.0)
-        if found.twin is not None:  # of the whole model
+        uniform, late = traced.uniform, partial(clock.passed, 1.0)
+        if traced.twin is not None:  # of the whole model
             kinds = [kind for kind in ("recompute", "save") if kind in uniform]
-            uniform = uniform_graphs(found.tracer, blocks_of(found.tracer), kinds)
+            uniform = uniform_graphs(traced.tracer, blocks_of(traced.tracer), kinds)
         what_if = replace(
-            what_if_of(request, found.uniform, prepared.environment, prepared.used_by_others),
-            head=leanest_head(found.heads),
+            what_if_of(request, traced.uniform, prepared.environment, prepared.used_by_others),
+            head=leanest_head(traced.heads),
             late=late,
             listener=clock.listener,
         )
-        chunked = found.heads is not None and any(isinstance(c, ChunkedLoss) for c in found.heads.graphs)
-        changes = alternatives(request, found.tracer.settings, uniform, what_if, chunked=chunked)
+        chunked = traced.heads is not None and any(isinstance(c, ChunkedLoss) for c in traced.heads.graphs)
+        changes = alternatives(request, traced.tracer.settings, uniform, what_if, chunked=chunked)
         error.alternatives = changes
         if changes and run is not None:
             run.write_outlook(outlook.model_copy(update={"changes": changes}))
@@ -123,7 +123,7 @@ def explain_refusal(
             tried = "Smaller batches, the head in chunks, leaner optimizers and shorter sequences"
             error.remedy += f"\n{tried} were ghost-run: none fits."
     elif request.budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
-        least = min(100, math.ceil(100 * error.smallest_peak / prepared.needs(found.plain)))
+        least = min(100, math.ceil(100 * error.smallest_peak / prepared.needs(traced.plain)))
         error.remedy = (
             f"{error.remedy.replace(f', or {SMALLER}', '')} A share is of the peak of saving everything, weights and "
             f"optimizer included: the leanest plan needs {least} % of it. A share of what plans can change is written "
@@ -131,7 +131,7 @@ def explain_refusal(
             "saving everything."
         )
     # what was assumed, or what has no choice, may be that which makes nothing fit
-    if notes := (*found.tracer.notes, *found.left_out):
+    if notes := (*traced.tracer.notes, *traced.left_out):
         error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
 
 

@@ -22,17 +22,17 @@ _GIVEN_UP = Score("failed", message=f"not measured: {MAX_CRASHES} processes ende
 class Proposer(Protocol):
     """Proposes plans of one question, and knows what its budget means.
 
-    ``known`` are the well-known plans, by name. ``smallest_peak`` is the least reachable peak in bytes, as far as is
+    ``baselines`` are by name. ``smallest_peak`` is the least reachable peak in bytes, as far as is
     known; 0 where nothing is. When the next candidate is asked for, the result of the one before is among the trials.
     """
 
-    known: dict[str, dict[str, Choice]]
+    baselines: dict[str, dict[str, Choice]]
     smallest_peak: int
 
     def begin(self) -> None:
         """Open what proposing needs, if anything. Raises InfeasibleError for a budget known to be out of reach."""
 
-    def baselines(self, loop: Loop) -> Iterator[Candidate]:
+    def baseline_candidates(self, loop: Loop) -> Iterator[Candidate]:
         """Plans to begin with. Asked for the next one when the one before it was tried; raises where none can run."""
         ...
 
@@ -81,9 +81,9 @@ class Loop:
         """
         try:
             self.proposer.begin()
-            self.clock.listener.stage("baselines", len(self.proposer.known))
+            self.clock.listener.stage("baselines", len(self.proposer.baselines))
             # plans that everybody knows, whatever they need: the budget may be a share of what they do
-            self._try(self.proposer.baselines(self))
+            self._try(self.proposer.baseline_candidates(self))
             for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
                 self.clock.listener.note(note)
             if shorter := self.clock.limit_by(trial.measured for trial in self.trials.all):
@@ -99,8 +99,8 @@ class Loop:
                 self.clock.listener.stage("search", steps)
                 self._try(self.proposer.candidates(self))
                 self.clock.listener.stage("finals")
-                # well-known plans are timed with the best: the table sets their step times against it
-                self.best = self.target.winner(self.trials, self._known, self.clock.seconds_left)
+                # baselines are timed with the best: the table sets their step times against it
+                self.best = self.target.winner(self.trials, self._baselines, self.clock.seconds_left)
         except (KeyboardInterrupt, TimeLimitReached) as end:
             self.interrupted = isinstance(end, KeyboardInterrupt)
             self.stopped = "interrupted; everything measured so far is kept" if self.interrupted else self._time
@@ -137,7 +137,7 @@ class Loop:
     @property
     def late(self) -> bool:
         """Whether the time limit leaves no room for another candidate besides the finals."""
-        reserved = 0.0 if self.clock.timeout is None else self.target.reserved(self.trials, self._known)
+        reserved = 0.0 if self.clock.timeout is None else self.target.reserved(self.trials, self._baselines)
         return self.clock.seconds_left <= reserved + self.last_seconds
 
     @property
@@ -145,9 +145,9 @@ class Loop:
         return f"the time limit of {self.clock.timeout or 0.0:g} s was reached"
 
     @property
-    def _known(self) -> list[Trial]:
-        """The trials of well-known plans."""
-        return [t for choices in self.proposer.known.values() if (t := self.trials.find(choices)) is not None]
+    def _baselines(self) -> list[Trial]:
+        """The trials of baselines."""
+        return [t for choices in self.proposer.baselines.values() if (t := self.trials.find(choices)) is not None]
 
     @property
     def binding(self) -> bool:
@@ -158,7 +158,7 @@ class Loop:
     @property
     def _plain(self) -> Trial | None:
         """The trial of saving everything."""
-        return self.trials.find(self.proposer.known[NONE])
+        return self.trials.find(self.proposer.baselines[NONE])
 
     def _try(self, candidates: Iterator[Candidate]) -> None:
         """Score new plans one after the other; a plan that its ghost run rules out is judged by that."""

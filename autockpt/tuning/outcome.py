@@ -32,7 +32,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
     ``cost_model`` None: nothing is predicted.
     """
     asked, environment, best = prepared.request, prepared.environment, loop.best
-    target, trials, known, clock = loop.target, loop.trials.all, loop.proposer.known, loop.clock
+    target, trials, baselines, clock = loop.target, loop.trials.all, loop.proposer.baselines, loop.clock
     notes = [*target.notes, *loop.trials.notes]
     if cost_model is not None and target.scoring.knows_seconds and (pace := _pace(loop.trials)) is not None:
         forget_op_times(environment, prepared.workload_key)
@@ -40,12 +40,12 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             f"Steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
             "these were measured. The search went by its own steps; the next one measures op times again."
         )
-    tried = [(name, trial) for name, plan in known.items() if (trial := loop.trials.find(plan)) is not None]
+    tried = [(name, trial) for name, plan in baselines.items() if (trial := loop.trials.find(plan)) is not None]
     tried += [(OURS, best)] if best is not None else []
     rows = tuple(_row(name, trial, asked.host_budget, target.scoring.knows_seconds) for name, trial in tried)
     plan = None
     if best is not None:
-        notes.extend(_plan_notes(best, prepared.found.tracer.head))
+        notes.extend(_plan_notes(best, prepared.traced.tracer.head))
         if (score := best.score or best.predicted) is not None:
             notes.extend(host_notes(environment, score.host_bytes, asked.host_budget))
         if asked.hardware is not None and cost_model is not None:
@@ -55,8 +55,8 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             run.write_plan(plan)
             if cost_model is not None:  # the plan's step, and as far as time allows what other plans come to
                 run.write_graph(cost_model.predictor.graph(best.choices), "plan")
-                if ALL in known and clock.seconds_left > 0:
-                    run.write_graph(cost_model.predictor.graph(known[ALL]), "recompute")
+                if ALL in baselines and clock.seconds_left > 0:
+                    run.write_graph(cost_model.predictor.graph(baselines[ALL]), "recompute")
                 if not loop.interrupted and clock.seconds_left > 0:
                     run.write_outlook(look_around(cost_model, loop, run.outlook()))
         if loop.binding and (offer := trade(best, trials, run and run.outlook(), loop.budget.bytes)):
@@ -96,7 +96,7 @@ def _plan(
     notes: Sequence[str],
 ) -> Plan:
     """The plan with its provenance; the head is listed only where that has a choice. ``rows`` end with its own."""
-    asked, tracer, spec = prepared.request, prepared.found.tracer, prepared.request.spec
+    asked, tracer, spec = prepared.request, prepared.traced.tracer, prepared.request.spec
     head, settings = tracer.head, plain(prepared.settings)
     chosen = head is not None and best.choices.get(head.name, SAVE) != SAVE
     if spec is not None and (named := settings.get("units")):  # found cuts are not looked for again

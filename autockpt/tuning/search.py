@@ -96,7 +96,7 @@ def _search(
         if (known := _outcome_of(run, request)) is not None:
             return known
         run.write_environment(prepared.environment)
-        run.write_graph(prepared.found.plain)
+        run.write_graph(prepared.traced.plain)
     trials, cost_model = Trials(run), None
     try:
         cost_model = target.cost_model(prepared)
@@ -107,7 +107,7 @@ def _search(
             proposer = SolverProposer(prepared.request, cost_model, target, trials, clock, seeds=prepared.seeds)
         else:  # steps can only be measured
             assert isinstance(target, Compiled)
-            layers = [unit.name for unit in blocks_of(prepared.found.tracer)]
+            layers = [unit.name for unit in blocks_of(prepared.traced.tracer)]
             room = prepared.environment.device.capacity_bytes - prepared.used_by_others
             proposer = SplitProposer(prepared.request, layers, target, trials, room=room, seeds=prepared.seeds)
         loop = Loop(proposer, target, trials, request.trials, clock)
@@ -174,7 +174,7 @@ def _enter_run(stack: ExitStack, request: SearchRequest, prepared: Prepared) -> 
         return None
     structure = dict[str, Any]()
     if request.workload is None or request.workload.files is None:  # code decides what the model is
-        structure["model_fingerprint"] = fingerprint(prepared.found.tracer.units)
+        structure["model_fingerprint"] = fingerprint(prepared.traced.tracer.units)
     if request.step is not None:  # what tells a live step from others
         structure |= {"model": request.name, "settings": plain(prepared.settings)}
     run = RunDirectory.enter(**_asked(request, prepared.environment, **structure), fresh=request.fresh)

@@ -7,7 +7,7 @@ import pytest
 
 from autockpt.analysis.explain import explain
 from autockpt.analysis.holdings import COME_AND_GO
-from autockpt.analysis.why import Known, searched
+from autockpt.analysis.why import PredictedPlans, searched
 from autockpt.cost import CostModel
 from autockpt.schema import Plan, SearchRequest
 from autockpt.tuning.targets.simulated import Simulated
@@ -37,7 +37,7 @@ def test_a_budget(tmp_path: Path) -> None:
 
 
 def test_the_peak_is_that_which_the_search_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keeps_more(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[Known, Trials]:
+    def keeps_more(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[PredictedPlans, Trials]:
         found, predictor = searched(request, cost_model, target), cost_model.predictor
         predictor.needs = replace(predictor.needs, context_bytes=predictor.needs.context_bytes + 10**6)
         return found

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from autockpt.analysis.why import Known, budget_steps, searched, why
+from autockpt.analysis.why import PredictedPlans, budget_steps, searched, why
 from autockpt.cost import CostModel
 from autockpt.schema import ResolvedBudget, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning.clock import Clock
@@ -13,14 +13,14 @@ from tests.tuning.device import MadeUpDevice
 SPACE = SearchSpace().restricted(("save", "recompute", "offload"))
 
 
-def found_within(budget: str) -> tuple[CostModel, Known, Trials]:
+def found_within(budget: str) -> tuple[CostModel, PredictedPlans, Trials]:
     made = MadeUpDevice(4).profiled()
     request = SearchRequest(budget=parse_budget(budget), workload=WorkloadSpec(model="made up"), space=SPACE)
     return made, *searched(request, made, Simulated(request, Clock(Silence())))
 
 
 @pytest.fixture(scope="module")
-def half() -> tuple[CostModel, Known, Trials]:
+def half() -> tuple[CostModel, PredictedPlans, Trials]:
     return found_within("50%act")
 
 
@@ -35,7 +35,7 @@ def all_plans(p: CostModel) -> list[tuple[int, float]]:
     return found
 
 
-def test_the_plan_of_a_search_is_as_fast_as_any_that_fits(half: tuple[CostModel, Known, Trials]) -> None:
+def test_the_plan_of_a_search_is_as_fast_as_any_that_fits(half: tuple[CostModel, PredictedPlans, Trials]) -> None:
     made, known, trials = half
     plans = all_plans(made)
     assert known.save_all.overhead == pytest.approx(0.0)
@@ -47,7 +47,7 @@ def test_the_plan_of_a_search_is_as_fast_as_any_that_fits(half: tuple[CostModel,
     assert why(known, trials.best.choices, trials.budget.bytes).best is None
 
 
-def test_neighbours_lie_on_both_sides(half: tuple[CostModel, Known, Trials]) -> None:
+def test_neighbours_lie_on_both_sides(half: tuple[CostModel, PredictedPlans, Trials]) -> None:
     _, known, trials = half
     assert trials.best is not None
     told = why(known, trials.best.choices, None)
@@ -56,7 +56,7 @@ def test_neighbours_lie_on_both_sides(half: tuple[CostModel, Known, Trials]) -> 
     assert told.leaner.step_seconds > told.chosen.step_seconds > told.faster.step_seconds
 
 
-def test_a_wasteful_plan_is_told_of_a_better_one(half: tuple[CostModel, Known, Trials]) -> None:
+def test_a_wasteful_plan_is_told_of_a_better_one(half: tuple[CostModel, PredictedPlans, Trials]) -> None:
     _, known, _ = half
     told = why(known, known.lean.choices, known.save_all.peak_bytes)
     assert told.best is not None and told.best.step_seconds < told.chosen.step_seconds
@@ -68,7 +68,7 @@ def test_a_budget_that_nothing_fits_has_no_plan() -> None:
     assert known.lean.peak_bytes > 1000 and known.at(1000) is None
 
 
-def test_budgets_in_steps(half: tuple[CostModel, Known, Trials]) -> None:
+def test_budgets_in_steps(half: tuple[CostModel, PredictedPlans, Trials]) -> None:
     _, known, _ = half
     low, high = known.lean.peak_bytes, known.save_all.peak_bytes
     ours = (low + high) // 2 + 1

@@ -26,7 +26,7 @@ from tests.samples import environment, trial
 
 
 def finals(noise: Any, seconds_left: float = 60.0) -> tuple[Final, list[tuple[int, ...]]]:
-    """Of three candidates, the last of them slow, and a well-known plan; ``noise(plan, round)`` is a factor."""
+    """Of three candidates, the last of them slow, and a baseline; ``noise(plan, round)`` is a factor."""
     trials = [trial(number, measured=Measurement(peak_bytes=1, step_seconds=1.0)) for number in range(4)]
     seconds, batches = {0: 1.01, 1: 1.0, 2: 1.4, 3: 1.2}, []
 

@@ -61,7 +61,7 @@ def test_softmax_runs_in_chunks_where_the_budget_asks_for_it(heavy: SearchReques
     rows = {row.name: row.predicted for row in outcome.rows if row.predicted is not None}
     with Tracer.from_spec(heavy.workload) as tracer:
         plain = tracer.trace().peak_bytes + heavy.hardware.context_bytes
-    # well-known plans are what people know, and a share of the budget is meant of them
+    # baselines are what people know, and a share of the budget is meant of them
     assert rows["none"].peak_bytes == plain and outcome.budget.bytes == int(0.7 * plain)
     assert rows["ours"].peak_bytes <= outcome.budget.bytes < rows["recompute all"].peak_bytes
 

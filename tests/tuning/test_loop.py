@@ -381,14 +381,14 @@ def test_a_plan_over_the_host_budget_is_no_rival() -> None:
         assert (asked[every_2] == 1) is brief
 
 
-def test_late_no_well_known_plan_is_ghost_run_to_find_rivals() -> None:
+def test_late_no_baseline_is_ghost_run_to_find_rivals() -> None:
     model = MadeUpDevice().profiled()
     request, clock = SearchRequest(budget=parse_budget("50%act")), Clock(Silence(), timeout=1e-9)
     proposer = SolverProposer(request, model, Target(), Trials(None), clock)
     proposer.begin()
     loop: Any = SimpleNamespace(used_up=lambda: True)
-    assert [candidate.name for candidate in islice(proposer.baselines(loop), 2)] == [NONE, ALL]
-    assert model.predictor.known(proposer.known[EVERY_2]) is None
+    assert [candidate.name for candidate in islice(proposer.baseline_candidates(loop), 2)] == [NONE, ALL]
+    assert model.predictor.known(proposer.baselines[EVERY_2]) is None
 
 
 @pytest.mark.parametrize("budget", ["30%act", "80%act"])

@@ -45,7 +45,7 @@ REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are ask
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
 SIMPLE_WORTH = 0.1  # of the step: simple plans that should be slower than the best of them by more are not tried
 MOST_SIMPLE = 2
-SURE = 0.05  # of the step: predictions of well-known plans are off by less
+SURE = 0.05  # of the step: predictions of baselines are off by less
 FEW_RUNS = 3
 CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
 MOST_REPEATS = 12  # plans in a row that are known already: then the space offers no more
@@ -72,7 +72,7 @@ class SolverProposer(Proposer):
     ) -> None:
         self.request, self.cost_model, self.target, self.trials, self.clock = request, cost_model, target, trials, clock
         self.seeds = seeds or {}
-        self.known = baseline_plans([u.name for u in cost_model.blocks], request.space.choices)
+        self.baselines = baseline_plans([u.name for u in cost_model.blocks], request.space.choices)
         self.device = cost_model.predictor.device
         self.available_bytes = self.device.capacity_bytes - cost_model.used_by_others
         self.unscaled_problem = cost_model.problem(0)
@@ -82,26 +82,26 @@ class SolverProposer(Proposer):
         self._ghost_seconds = 0.0  # of the last ghost run
 
     def begin(self) -> None:
-        """Ghost-run the well-known plans, and find the leanest.
+        """Ghost-run the baselines, and find the leanest.
 
         Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step.
         """
         lean_calls = min(LEAN_CALLS, max(2, self.target.scoring.checks // 2))
-        known, budget, predictor = self.known, self.request.budget, self.cost_model.predictor
+        baselines, budget, predictor = self.baselines, self.request.budget, self.cost_model.predictor
         if self.clock.passed(PROFILING):
-            lean_calls, known = 1, {name: plan for name, plan in known.items() if name in (NONE, ALL)}
-        self.clock.listener.stage("ghost-run well-known plans", len(known) + lean_calls)
+            lean_calls, baselines = 1, {name: plan for name, plan in baselines.items() if name in (NONE, ALL)}
+        self.clock.listener.stage("ghost-run baselines", len(baselines) + lean_calls)
         with predictor.watched(self.clock.listener):
-            smallest = self.cost_model.smallest_peak(known.values(), lean_calls)
+            smallest = self.cost_model.smallest_peak(baselines.values(), lean_calls)
             if budget.budget_bytes is not None and budget.budget_bytes < smallest:
                 smallest = min(smallest, self.cost_model.smallest_segmented() or smallest)
             self._plain_smallest = smallest
-            if self.cost_model.head is not None and budget.kind == "activation_share":  # of well-known plans
-                self._plain_smallest = self.cost_model.smallest_peak(known.values(), lean_calls, plain_head=True)
+            if self.cost_model.head is not None and budget.kind == "activation_share":  # of baselines
+                self._plain_smallest = self.cost_model.smallest_peak(baselines.values(), lean_calls, plain_head=True)
         seeds = [choices for choices in self.seeds.values() if not predictor.over_host(choices)]
         self.smallest_peak = min([smallest, *(self._predict(choices).peak_bytes for choices in seeds)])
         # Until the baselines have run, the best guess of what the budget is in bytes.
-        top = self._predict(self.known[NONE]).peak_bytes
+        top = self._predict(self.baselines[NONE]).peak_bytes
         self.trials.budget = budget.resolved(top, self._plain_smallest, self.available_bytes, self.device.kind)
         self.trials.expected = lambda: expected_seconds(self.unscaled_problem, self.trials.scored)
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
@@ -113,9 +113,9 @@ class SolverProposer(Proposer):
         knobs = knobs_for(self.request.space.choices, copies_hide=self.device.copy_queues)
         self.study = Study(sampler, knobs, name=name, storage=storage)
 
-    def baselines(self, loop: Loop) -> Iterator[Candidate]:
-        """The well-known plans; the two that say what the budget means even where the limits are used up."""
-        for name, choices in self.known.items():
+    def baseline_candidates(self, loop: Loop) -> Iterator[Candidate]:
+        """The baselines; the two that say what the budget means even where the limits are used up."""
+        for name, choices in self.baselines.items():
             if name in (NONE, ALL) or not loop.used_up():
                 candidate = self._candidate(choices, name, "baseline")
                 yield replace(candidate, outclassed=self._is_outclassed(candidate))
@@ -123,7 +123,7 @@ class SolverProposer(Proposer):
             raise self.infeasible()
 
     def _is_outclassed(self, candidate: Candidate) -> bool:
-        """Whether a well-known plan is no rival: it should not fit, or be slower than another one that should.
+        """Whether a baseline is no rival: it should not fit, or be slower than another one that should.
 
         Never one of the two that say what the budget means. Late, not all the others were ghost-run: they do not count.
         """
@@ -131,7 +131,8 @@ class SolverProposer(Proposer):
         assert ours is not None
         if candidate.name in (NONE, ALL):
             return False
-        others = [p for plan in self.known.values() if (p := predictor.known(plan)) and not predictor.over_host(plan)]
+        running = (plan for plan in self.baselines.values() if predictor.known(plan) and not predictor.over_host(plan))
+        others = [*map(self._predict, running)]
         least = min((p.step_seconds or 0.0 for p in others if p.peak_bytes <= most), default=math.inf)
         return ours.peak_bytes > (1 + AS_LEAN) * most or (ours.step_seconds or 0.0) > (1 + SURE) * least
 
@@ -139,12 +140,12 @@ class SolverProposer(Proposer):
 
     def resolve(self, stopped: str) -> bool:
         """The budget by this job's own peaks, measured where they could be."""
-        known = {name: c for name, c in self.known.items() if not self.cost_model.predictor.over_host(c)}
-        peaks = {name: peak_of_trial(t) for name, c in known.items() if (t := self.trials.find(c)) is not None}
+        running = {name: c for name, c in self.baselines.items() if not self.cost_model.predictor.over_host(c)}
+        peaks = {name: peak_of_trial(t) for name, c in running.items() if (t := self.trials.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
         leanest = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
         budget = self.request.budget.resolved(peaks[NONE], leanest, self.available_bytes, self.device.kind)
-        none, notes = self.trials.find(self.known[NONE]), self.target.notes
+        none, notes = self.trials.find(self.baselines[NONE]), self.target.notes
         if self.request.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
             notes.append("Saving everything does not fit the device: the percentage is of its simulated peak.")
         if budget.bytes > self.available_bytes:

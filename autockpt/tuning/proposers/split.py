@@ -81,7 +81,7 @@ def _problem(layers: Sequence[str], uniform: Mapping[Choice, Measurement], base:
 
 @dataclass(eq=False)
 class SplitProposer(Proposer):
-    """Well-known plans, uniform budgets, then what should be best by all that was measured, until nothing should be
+    """Baselines, uniform budgets, then what should be best by all that was measured, until nothing should be
     faster.
 
     Every plan is measured. Nothing is predicted: ghost runs see eager ops, neither what a compiler fuses nor what its
@@ -98,24 +98,24 @@ class SplitProposer(Proposer):
 
     def __post_init__(self) -> None:
         kinds = self.request.space.choices
-        self.known = baseline_plans(self.layers, kinds)
+        self.baselines = baseline_plans(self.layers, kinds)
         if self.target.mode == "model":  # where every plan is compiled again, one that is seldom good is not worth it
-            self.known.pop(EVERY_2, None)
+            self.baselines.pop(EVERY_2, None)
         alike: list[Choice] = [Selective()] if Selective().kind in kinds else []
         alike += [CompileBudget(fraction=f) for f in FRACTIONS] if RECOMPUTE.kind in kinds else []
-        self.known |= {named(choice): dict.fromkeys(self.layers, choice) for choice in alike}
+        self.baselines |= {named(choice): dict.fromkeys(self.layers, choice) for choice in alike}
 
-    def baselines(self, loop: Loop) -> Iterator[Candidate]:
-        """The well-known plans, then the same budget for all layers, as long as the compiler takes budgets."""
-        for name, choices in list(self.known.items()):
-            if name not in self.known:
+    def baseline_candidates(self, loop: Loop) -> Iterator[Candidate]:
+        """The baselines, then the same budget for all layers, as long as the compiler takes budgets."""
+        for name, choices in list(self.baselines.items()):
+            if name not in self.baselines:
                 continue
             if self.trials.find(choices) is not None or not loop.used_up():
                 yield Candidate(choices, name)
             if not self.trials.scored and not loop.used_up() and not self._memory_ran_out:
                 raise self._failure("")  # the rest would fail alike
             if self.target.refuses_budgets:
-                self.known = {name: plan for name, plan in self.known.items() if not name.startswith("budget ")}
+                self.baselines = {name: plan for name, plan in self.baselines.items() if not name.startswith("budget ")}
 
     # -- the budget ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class SplitProposer(Proposer):
         budget, lean = self.request.budget, self._trial(ALL)
         if self.smallest_peak == 0:
             raise self._failure(stopped)
-        if budget.kind == "activation_share" and ALL in self.known and lean is None:
+        if budget.kind == "activation_share" and ALL in self.baselines and lean is None:
             raise MeasurementError(
                 "the budget is a share of what activations take, which is not known before recomputing everything was "
                 f"measured: {stopped}",
@@ -137,7 +137,7 @@ class SplitProposer(Proposer):
         return False
 
     def _trial(self, name: str) -> Trial | None:
-        return self.trials.find(self.known[name]) if name in self.known else None
+        return self.trials.find(self.baselines[name]) if name in self.baselines else None
 
     @property
     def smallest_peak(self) -> int:

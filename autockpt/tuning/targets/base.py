@@ -1,4 +1,8 @@
-"""The interface of a target: what a search asks of the device, or the simulation, that steps run on."""
+"""What a target is: the device, or the simulation of one, on which a search evaluates plans.
+
+A search knows its target by this interface alone. To evaluate plans on something else, add a subclass next to this file
+and name it in ``target_of`` (tuning/search.py).
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Tria
 
 @dataclass
 class Scoring:
-    """What a target's numbers are good for, and how much work a candidate is worth.
+    """How a target scores candidates: by measured or simulated steps, and with how many ghost runs each.
 
-    ``source`` says what its numbers are; while it does not know ``knows_seconds``, they rank plans and are shown to
-    nobody. ``checks`` are the ghost runs that may be spent on refining one candidate.
+    Without ``knows_seconds`` its seconds only rank plans and are not shown. At most ``checks`` ghost runs refine one
+    candidate.
     """
 
     source: PlanStatus = "measured"
@@ -29,76 +33,76 @@ class Scoring:
 
     @property
     def measures(self) -> bool:
-        """Whether candidates take real steps. Simulated costs are what the solver takes them for, so that its refined
-        plan is what any other candidate would come to: a simulation tries one, and learns nothing from it."""
+        """Whether candidates take real steps. A simulation tries a single candidate: the solver plans with the very
+        costs that it simulates, so nothing can be learnt from the result."""
         return self.source == "measured"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The traced request: budget and search space limited to what the device and model support.
+    """A request whose step was traced: its budget and search space are limited to what device and model support.
 
-    ``request`` has notes on what was limited. ``settings`` are those of the traced workload, ``seeds`` plans to try
-    early, by name, and ``found`` the ghost runs.
+    ``request`` has notes on what was limited. ``settings`` are those of the traced workload, ``seeds`` are plans to try
+    early, by name, ``traced`` has the ghost runs.
     """
 
     request: SearchRequest
     settings: Mapping[str, Any]
     seeds: Plans
     environment: Environment
-    found: TracedModel
+    traced: TracedModel
     used_by_others: int = 0
 
     @classmethod
     def of(
         cls,
         request: SearchRequest,
-        found: TracedModel,
+        traced: TracedModel,
         environment: Environment,
         notes: Sequence[str] = (),
         used_by_others: int = 0,
         **settings: Any,
     ) -> Self:
-        """With what became known of the workload; ``notes`` and ``settings`` are the target's.
+        """Combine the request with what was traced; ``notes`` and ``settings`` are the target's.
 
-        Raises PlanError for another model's plan to start from.
+        Raises PlanError where the plan to start from is another model's.
         """
-        seeds, doubts = _seeds(request.start, found)
-        own = found.tracer.settings
-        if request.step is not None:  # what it is known by, with what its ghost run found of its units
+        seeds, doubts = _seeds(request.start, traced)
+        own = traced.tracer.settings
+        if request.step is not None:  # its own settings, with the units that the ghost run found
             own = {**request.step.settings, **{k: v for k, v in own.items() if k in ("units", NEVER_CALLED)}}
         budget, less = request.budget, less_than_asked(request.budget, environment)
         if less and request.hardware is not None:
             budget = budget.model_copy(update={"size": environment.device.capacity_bytes})
-        notes = (*request.notes, *found.all_notes, *less, *notes, *doubts)
-        asked = request.model_copy(update={"budget": budget, "space": found.space, "notes": notes})
-        return cls(asked, {**own, **settings}, seeds, environment, found, used_by_others)
+        notes = (*request.notes, *traced.all_notes, *less, *notes, *doubts)
+        asked = request.model_copy(update={"budget": budget, "space": traced.space, "notes": notes})
+        return cls(asked, {**own, **settings}, seeds, environment, traced, used_by_others)
 
     @property
     def workload_key(self) -> str:
-        """What op times other than those of single ops depend on, and are filed under."""
+        """The key of the workload's op times in their cache."""
         spec = self.request.workload
         described = spec.model_dump(mode="json") if spec is not None else dict(self.settings)
         return json.dumps([described, self.request.name], default=str)
 
     def needs(self, graph: Graph) -> int:
-        """Bytes of the device that a ghost run takes, its own overhead included."""
+        """Bytes of the device that a ghost run needs, the device's own overhead included."""
         hardware = self.request.hardware
         return (local_memory(self.environment) if hardware is None else simulated_memory(hardware))(graph)
 
 
 @dataclass(kw_only=True)
 class Target:
-    """Where candidates are evaluated: trace the step, build the cost model, score candidates, choose the winner.
+    """Traces the step, builds the cost model, scores candidates and chooses the winner, in this order.
 
-    ``scoring`` say how far its numbers can be trusted; ``notes`` are shown to the user.
+    ``notes`` are shown to the user with the answer.
     """
 
     scoring: Scoring = field(default_factory=Scoring)
     notes: list[str] = field(default_factory=list)
 
     def trace(self, stack: ExitStack) -> Prepared:
-        """Ghost-run the request; ``stack`` keeps open what later ghost runs need. Raises UsageError."""
+        """Ghost-run the request's step; ``stack`` closes what later ghost runs need. Raises UsageError."""
         raise NotImplementedError
 
     def cost_model(self, prepared: Prepared) -> CostModel | None:
@@ -106,17 +110,17 @@ class Target:
         raise NotImplementedError
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
-        """Judge a plan. ``budget_bytes``: a limit to hold where the device has one. Raises TimeLimitReached."""
+        """Evaluate a plan, under ``budget_bytes`` as a limit where the device enforces one. Raises TimeLimitReached."""
         raise NotImplementedError
 
-    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
-        """Seconds of the time limit in which no further plan is begun."""
+    def reserved(self, trials: Trials, baselines: Sequence[Trial]) -> float:
+        """Seconds of the time limit that are kept for ``winner``."""
         return 0.0
 
-    def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
-        """The plan to name, of those that fit; None where none holds the budget.
+    def winner(self, trials: Trials, baselines: Sequence[Trial], seconds: float) -> Trial | None:
+        """The trial whose plan is the answer; None where none fits the budget.
 
-        ``known`` are the trials of well-known plans, to time with the best; ``seconds`` are left to do so.
+        ``baselines`` are trials to time with the best plans; ``seconds`` are left to do so.
         """
         if not (fitting := trials.ranking()):
             return None
@@ -127,9 +131,9 @@ class Target:
         return named
 
 
-def _seeds(plan: Plan | None, found: TracedModel) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
+def _seeds(plan: Plan | None, traced: TracedModel) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
     """The plan to start from, with choices for units that are planned for, and a note on what was left out."""
-    tracer, heads = found.tracer, found.heads
+    tracer, heads = traced.tracer, traced.heads
     if plan is None:
         return {}, ()
     blocks = [u.name for u in tracer.units if u.role == "block"]

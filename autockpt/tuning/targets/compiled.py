@@ -74,11 +74,11 @@ class Compiled(Measured):
                 self.notes.append(f"No compile_budget for this model: {error.message}")
             return Score("failed", message=error.message)
 
-    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
+    def reserved(self, trials: Trials, baselines: Sequence[Trial]) -> float:
         """What the finals take, plans of an earlier run compiled first; nothing before the two first plans."""
         if self.clock.timeout is None or len(trials.all) < 2:  # they say what the budget is
             return 0.0
-        contest = [*self._finalists(trials), *saving_everything(known)]
+        contest = [*self._finalists(trials), *saving_everything(baselines)]
         compiling = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)
         return min(first_rounds(contest) * 2 + compiling, FINALS_SHARE * self.clock.timeout)
 

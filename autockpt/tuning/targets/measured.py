@@ -72,14 +72,14 @@ class Measured(Target):
         clock.listener.stage("trace")
         tracer = stack.enter_context(tracer_of(request))
         space, notes = self.allowed(tracer)
-        found = trace_model(tracer, space, request.allow_inexact, listener=clock.listener)
+        traced = trace_model(tracer, space, request.allow_inexact, listener=clock.listener)
         clock.listener.stage("build")  # asking a GPU oneself would open a context, for as long as this process lives
         environment = self.measurer.environment
         if isinstance(self.measurer, WorkerMeasurer):  # whose steps are broken off at the time limit
             stack.enter_context(self.measurer.within(clock.seconds_until_stopped))
         others = used_by_others(self.measurer)  # to this process the model that the worker has built would be another's
         compiled = {"compile": request.compile} if request.compile is not None else {}
-        return Prepared.of(request, found, environment, notes, used_by_others=others, **compiled)
+        return Prepared.of(request, traced, environment, notes, used_by_others=others, **compiled)
 
     def allowed(self, tracer: Tracer) -> tuple[SearchSpace, tuple[str, ...]]:
         """What the target has of the request's space, and notes on the rest."""
@@ -97,28 +97,28 @@ class Measured(Target):
 
     def _op_times(self, prepared: Prepared) -> OpTimes | None:
         """Op times of the workload on the measurer's device; None where the time limit leaves no room for them."""
-        request, found, clock = prepared.request, prepared.found, self.clock
+        request, traced, clock = prepared.request, prepared.traced, self.clock
         device, budget_bytes = prepared.environment.device, request.budget.budget_bytes
-        least = min(prepared.needs(graph) for _, graph in found.uniform.values())
+        least = min(prepared.needs(graph) for _, graph in traced.uniform.values())
         if budget_bytes is not None and budget_bytes < least:
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
             SolverProposer(request, untimed, self, Trials(None), clock).begin()
         try:
-            with host_link_lock(device.kind, (choices for choices, _ in found.uniform.values()), clock.listener.note):
+            with host_link_lock(device.kind, (choices for choices, _ in traced.uniform.values()), clock.listener.note):
                 times, measured = measure_op_times(
                     self.measurer,
-                    found.uniform,
+                    traced.uniform,
                     prepared.workload_key,
                     room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
                     host_budget=request.host_budget,
-                    head=found.heads,
+                    head=traced.heads,
                     listener=clock.listener,
                     left=partial(clock.seconds_within, TIMING),
                 )
         except DeviceOutOfMemory as error:
-            smallest = prepared.needs(leanest(found.uniform)[1])
+            smallest = prepared.needs(leanest(traced.uniform)[1])
             raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
-        self.measured_before = {plan_hash(found.uniform[kind][0]): plan for kind, plan in measured.items()}
+        self.measured_before = {plan_hash(traced.uniform[kind][0]): plan for kind, plan in measured.items()}
         return times
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
@@ -141,9 +141,9 @@ class Measured(Target):
         kind = self.measurer.environment.device.kind
         return host_link_lock(kind, [plan.choices for plan in plans], self.clock.listener.note)
 
-    def reserved(self, trials: Trials, known: Sequence[Trial]) -> float:
+    def reserved(self, trials: Trials, baselines: Sequence[Trial]) -> float:
         """What the first rounds of the finals take."""
-        contest = [*self._finalists(trials), *saving_everything(known)]
+        contest = [*self._finalists(trials), *saving_everything(baselines)]
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
@@ -162,13 +162,13 @@ class Measured(Target):
         times = {t.number: t.score_seconds for t in fitting}
         return [trials.all[number] for number in contenders(times, error, {}, trials.expected(), predicted)]
 
-    def winner(self, trials: Trials, known: Sequence[Trial], seconds: float) -> Trial | None:
+    def winner(self, trials: Trials, baselines: Sequence[Trial], seconds: float) -> Trial | None:
         """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
 
         Saving everything takes part as well, for overheads are said over it: where ``seconds`` are too few for its
         first rounds it does not; where they are too few for the best alone, that is the best as it was tried.
         """
-        compared, finalists = saving_everything(known), self._finalists(trials)
+        compared, finalists = saving_everything(baselines), self._finalists(trials)
         if first_rounds([*finalists, *compared]) > seconds:
             compared = []
         seconds -= first_rounds([*finalists, *compared])
@@ -178,7 +178,7 @@ class Measured(Target):
         seconds = min(FINAL_SECONDS, seconds)  # for all finals until a winner holds the budget
         while finalists:
             began = self.clock.elapsed
-            fastest = self._fastest(trials, finalists, compared, known, seconds)
+            fastest = self._fastest(trials, finalists, compared, baselines, seconds)
             seconds -= self.clock.elapsed - began
             if (winner := self._confirmed(trials, fastest)).feasible:
                 return winner
@@ -186,11 +186,11 @@ class Measured(Target):
         return None
 
     def _fastest(
-        self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], known: Sequence[Trial], seconds: float
+        self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], baselines: Sequence[Trial], left: float
     ) -> Trial:
         """The plan that wins the interleaved rounds; the times of the finals go into all trials that took part.
 
-        Well-known plans that did not take part are rescaled: they were measured one after the other, so that their
+        Baselines that did not take part are rescaled: they were measured one after the other, so that their
         ratios to saving everything hold while the machine drifts. Of plans whose steps cannot be told apart the
         preferred one wins.
         """
@@ -202,7 +202,7 @@ class Measured(Target):
         listener.stage("time the best, interleaved", BATCH * len(extra) + MOST_ROUNDS * len(candidates))
 
         with self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
-            final = race(candidates, extra, self.measurer.compare, expected, seconds=seconds)
+            final = race(candidates, extra, self.measurer.compare, expected, seconds=left)
         swings, drift = False, 1.0
         for number in final.times:
             trial = trials.all[number]
@@ -212,7 +212,7 @@ class Measured(Target):
                 drift = measured.step_seconds / trial.measured.step_seconds
             swings = swings or SWINGS < measured.noise < 1.0  # 1: too few rounds to tell
             trials.put(trial.model_copy(update={"measured": measured}))
-        for trial in (trials.all[t.number] for t in known if t.number not in final.times):
+        for trial in (trials.all[t.number] for t in baselines if t.number not in final.times):
             if trial.measured is not None:
                 trials.put(trial.model_copy(update={"measured": trial.measured.rescaled(drift)}))
         if swings:
@@ -256,15 +256,15 @@ class Measured(Target):
         return trials.put(winner.model_copy(update={"feasible": False, "state": "out_of_memory", "measured": None}))
 
 
-def saving_everything(known: Sequence[Trial]) -> list[Trial]:
+def saving_everything(baselines: Sequence[Trial]) -> list[Trial]:
     """That plan, where it was measured."""
-    return [trial for trial in known if trial.measured is not None and trial.name == NONE]
+    return [trial for trial in baselines if trial.measured is not None and trial.name == NONE]
 
 
 def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) -> CostModel:
     """What choices cost by these op times; by nominal rates where none are known, good for bytes and for ranking."""
-    request, environment, found = prepared.request, prepared.environment, prepared.found
-    times = times or found.nominal(environment)
+    request, environment, traced = prepared.request, prepared.environment, prepared.traced
+    times = times or traced.nominal(environment)
     more = {"host_budget": request.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}
     needs = local_memory(times.environment, times=times)
-    return found.cost_model(times, used_by_others=prepared.used_by_others, needs=needs, **more)
+    return traced.cost_model(times, used_by_others=prepared.used_by_others, needs=needs, **more)

@@ -52,40 +52,40 @@ class Simulated(Target):
         of_head = SAVE if tracer.head is None else self.choices.get(tracer.head.name, SAVE)
         more = {"inexact": request.allow_inexact, "of_head": of_head, "listener": self.clock.listener}
         if hardware is None:
-            found = trace_model(tracer, request.space, **more)
+            traced = trace_model(tracer, request.space, **more)
             environment, used_by_others = local_device(request)
-            return Prepared.of(request, found, environment, used_by_others=used_by_others)
+            return Prepared.of(request, traced, environment, used_by_others=used_by_others)
         space, notes = without_offload(request.space, hardware)
-        found = trace_for_hardware(stack, hardware, request.described, tracer, space, **more)
+        traced = trace_for_hardware(stack, hardware, request.described, tracer, space, **more)
         environment, named = environment_of_hardware(hardware), f"{hardware.name}, simulated"
-        return Prepared.of(request, found, environment, [*notes, memory_note(hardware)], device=named)
+        return Prepared.of(request, traced, environment, [*notes, memory_note(hardware)], device=named)
 
     def cost_model(self, prepared: Prepared) -> CostModel:
         """With the choices of the plan that no menu has by itself."""
-        request, found, budget_bytes = prepared.request, prepared.found, prepared.request.budget.budget_bytes
+        request, traced, budget_bytes = prepared.request, prepared.traced, prepared.request.budget.budget_bytes
         self.clock.listener.stage("profile")
         if request.hardware is not None:
-            times, needs = found.roofline(request.hardware), simulated_memory(request.hardware, budget_bytes)
+            times, needs = traced.roofline(request.hardware), simulated_memory(request.hardware, budget_bytes)
         else:
             times = self._local_times(prepared)
             needs = local_memory(times.environment, budget_bytes, times)
         more = {"host_budget": request.host_budget, "listener": self.clock.listener}
-        menus = found.space.choices
+        menus = traced.space.choices
         own = [c for c in self.choices.values() if isinstance(c, Selective | Remake) or c.kind in {*MOVING} - {*menus}]
         more |= {"needs": needs, "extra": dict.fromkeys(own), "used_by_others": prepared.used_by_others}
-        cost_model = found.cost_model(times, **more)
-        if found.twin is not None:
+        cost_model = traced.cost_model(times, **more)
+        if traced.twin is not None:
             self.scoring.checks = CHECKS_OF_THE_DEEP
         return cost_model
 
     def _local_times(self, prepared: Prepared) -> OpTimes:
         """Those of an earlier search of this workload on the local device, else nominal ones."""
-        found, key = prepared.found, prepared.workload_key
-        lean = (found.uniform.get("recompute") or found.uniform["save"])[1]  # all that is timed; copies go by rates
-        if (cached := cached_op_times(prepared.environment, [lean, *found.of_heads], key)) is not None:
+        traced, key = prepared.traced, prepared.workload_key
+        lean = (traced.uniform.get("recompute") or traced.uniform["save"])[1]  # all that is timed; copies go by rates
+        if (cached := cached_op_times(prepared.environment, [lean, *traced.of_heads], key)) is not None:
             return cached
         self.scoring.knows_seconds = False
-        return found.nominal(prepared.environment)
+        return traced.nominal(prepared.environment)
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
         """The prediction stands."""
