@@ -1,4 +1,4 @@
-"""The clock of a search: its time limit."""
+"""The time limit of a search: how much of it is left, and how long each stage may take."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ OF_TRAINING = 0.1
 
 
 TIMING, PROFILING = 0.5, 0.65
-"""Shares of the time limit from which on a search does with op times by nominal rates, and without sets of choices that
-take a ghost run each: the rest is for real steps."""
+"""Shares of the time limit after which ops are no longer timed (nominal rates rank choices), and further choices no
+longer ghost-run: the rest is for real steps."""
 
 GRACE_SHARE, GRACE = 0.1, 2.0
 """Share of the time limit, and seconds, by which steps may exceed it."""
 
 
 class Clock:
-    """Wall time since it was made, and how much of a limit that leaves. ``listener`` hears of stages, trials and notes.
+    """Wall time since the search began, and what it leaves of the time limit. ``listener`` is told of the progress.
 
-    ``timeout``: a time limit in seconds, which holds for the whole search, tracing and profiling included. Every stage
-    asks for what is left before it begins with anything that the answer can do without. The limit becomes shorter where
-    ``training_steps`` are few: see ``limit_by``.
+    ``timeout`` is the limit in seconds for the whole search, tracing and profiling included. Every stage asks what is
+    left before it begins with anything optional. ``limit_by`` shortens the limit where ``training_steps`` are few.
     """
 
     def __init__(self, listener: Listener, timeout: float | None = None, training_steps: int | None = None) -> None:
@@ -46,7 +45,7 @@ class Clock:
 
     @property
     def seconds_until_stopped(self) -> float:
-        """Until steps that are being measured are broken off: a little later than the time limit."""
+        """Until steps that are being measured are aborted, a little later than the time limit."""
         return self.seconds_left if self.timeout is None else self.seconds_left + GRACE_SHARE * self.timeout + GRACE
 
     def passed(self, share: float) -> bool:
@@ -58,9 +57,9 @@ class Clock:
         return math.inf if self.timeout is None else share * self.timeout - self.elapsed
 
     def limit_by(self, measured: Iterable[Measurement | None]) -> str:
-        """Shorten the time limit to a tenth of the training, as the fastest of these steps predicts its time.
+        """Shorten the time limit to a tenth of the training's time, predicted from the fastest of these steps.
 
-        Returns the sentence that reports it; "" where the limit stays.
+        Returns a note on it, "" where the limit stays.
         """
         seconds = min((m.step_seconds for m in measured if m is not None), default=math.inf)
         share = OF_TRAINING * (self.training_steps or math.inf) * seconds

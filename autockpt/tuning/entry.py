@@ -1,4 +1,8 @@
-"""Parse what users write into one request, and answer it: the one door to a search."""
+"""Where every search begins: parse what a user asked for into one request, and answer it.
+
+The command line, ``autockpt.search``, the Trainer's callback and ``import autockpt.auto`` all call ``search_request``
+and ``answer``. What follows is in ``search.py``.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +40,8 @@ from autockpt.workload.lengths import lengths_of
 
 
 def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome | BatchAnswer | PipelineAnswer:
-    """Search for a plan; with its micro-batch, sets of choices by length, or the longest sequences, where asked for.
-
-    Or for one of each stage of a pipeline.
+    """Search for one plan, or as the request asks: for a plan and its micro-batch, for sets of choices by length, for
+    the longest sequences, or for a plan for each stage of a pipeline.
     """
     listener = listener or Silence()
     on_ranks = request.workload is not None and request.hardware is None and launched() > 1
@@ -61,7 +64,7 @@ def answer(request: SearchRequest, listener: Listener | None = None) -> SearchOu
 
 
 def _refuse_on_ranks(request: SearchRequest) -> None:
-    """What is not asked of the ranks of a job."""
+    """Raises RanksError for what the ranks of one job cannot search together."""
     asked = {
         "a global batch": request.rows_per_update,
         "lengths": request.lengths or request.longest or None,
@@ -76,9 +79,9 @@ def _refuse_on_ranks(request: SearchRequest) -> None:
 
 
 def of_host_with(hardware: Hardware, gpus: int) -> Hardware:
-    """One of so many GPUs of a host that train at the same time: its copies get their share of the host's link.
+    """The hardware with its share of the host's link, where so many ``gpus`` of the host train at the same time.
 
-    Raises UsageError where it is not known what they share.
+    Raises UsageError where the description does not say what they share.
     """
     if gpus == 1:
         return hardware
@@ -109,7 +112,7 @@ def search_request(
     lengths: Any = None,
     **more: Any,
 ) -> SearchRequest:
-    """The request that people's words stand for; ``more`` are fields of it. Raises UsageError for what makes no sense.
+    """Parse arguments into a request; ``more`` are further fields of it. Raises UsageError for contradictions.
 
     ``budget`` is text such as "24GB", "60%", "60%act" or "auto"; ``headroom`` (text: "2%" of the budget, or "500MB") is
     left free of it, by default as ``Budget.with_headroom`` says. ``host_budget`` (text such as "8GB", or bytes) bounds
@@ -146,7 +149,7 @@ def search_request(
 
 
 def refuse_both(hardware: str | Hardware | None, device: str | None) -> None:
-    """Raises UsageError where a device is simulated and one is measured on."""
+    """Raises UsageError where one device is to be simulated and another to be measured on."""
     if hardware is not None and device is not None:
         name = hardware if isinstance(hardware, str) else hardware.name
         raise UsageError(
@@ -156,7 +159,7 @@ def refuse_both(hardware: str | Hardware | None, device: str | None) -> None:
 
 
 def refuse_described(step: Any, given: Mapping[str, Any]) -> None:
-    """Refuse what is no training step, and what does not go with one."""
+    """Raises UsageError for what is no Step, and for arguments that describe a step next to a live one."""
     if not isinstance(step, Step):
         raise UsageError(
             f"a {type(step).__name__} is no training step",

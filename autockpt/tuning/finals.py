@@ -1,9 +1,9 @@
 """The finals: the best few plans are measured again, interleaved with saving everything, before one is named.
 
-Trials are minutes apart, and what else runs meanwhile can double a step; rounds in which every plan takes its turn do
-not see that. Among many noisy measurements the smallest is too small (the winner's curse): the name goes to the plan
-that wins when all contenders are interleaved, predictions taken into account. Rounds go on while what they would tell
-may be worth it (knowledge gradient: Frazier, Powell and Dayanik 2008; racing: Maron & Moore 1994).
+Trials are minutes apart, and other work on the machine can double a step. It affects all plans alike when they are
+interleaved. Among many noisy measurements the smallest is too small (the winner's curse), so predictions are taken into
+account as well. Rounds continue while they are expected to change the answer (knowledge gradient: Frazier, Powell and
+Dayanik 2008; racing: Maron & Moore 1994).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.schema import Choice, Measurement, Trial
 
 FINALISTS = 3
-WORTH = 0.001  # of the step: plans that are expected to be faster than the best by less take no part
+WORTH = 0.001  # share of the step by which a plan must be expected to be faster than the best to take part
 EXPECTED_WITHIN = 0.01  # one standard deviation of predicted ratios of step times, as a share
 BATCH = 3
 MOST_ROUNDS = 15
@@ -34,27 +34,32 @@ Compare = Callable[..., Mapping[str, Sequence[float]]]  # plans by name, rounds=
 
 @dataclass(frozen=True)
 class Final:
-    """Outcome of the finals. ``times`` are interleaved seconds per trial number, round by round from the first on, of
-    some more rounds than of others; those of ``last`` were in all of them."""
+    """The measured rounds. ``times`` are interleaved seconds by trial number, from the first round on.
+
+    Trials that were ruled out have fewer of them; the trials of ``last`` were in all rounds.
+    """
 
     times: dict[int, list[float]]
     last: tuple[int, ...]
 
     def seconds(self, number: int) -> float:
-        """Step seconds of one that took part: by its ratio to one of the last in the rounds that both have, so that all
-        are of the same conditions. Medians, as one disturbed step of few must not move the others' seconds."""
+        """Step seconds of a trial, by its ratio to one of the ``last`` in their common rounds.
+
+        So all seconds are under the same conditions. Medians, as a single disturbed step must not change them.
+        """
         base, ours = self.times[self.last[0]], self.times[number]
         return statistics.median(base) * statistics.median(a / b for a, b in zip(ours, base, strict=False))
 
     def ratio(self, number: int) -> float:
-        """The same as a multiple of that of one of the last, known within ``error``."""
+        """The same as a multiple of the step of one of the ``last``; ``error`` is its uncertainty."""
         base, ours = self.times[self.last[0]], self.times[number]
         both = min(len(ours), len(base))
         return ratio_interval(ours[:both], base[:both]).value
 
     @property
     def error(self) -> float:
-        """One standard deviation, as a share, of what the last took, without what was common to their rounds."""
+        """One standard deviation of the steps of the ``last``, as a share, without the drift common to all of a
+        round."""
         logs = np.log([self.times[number] for number in self.last])
         plans, rounds = logs.shape
         if rounds < 2 or plans < 2:
@@ -72,10 +77,11 @@ def race(
     *,
     seconds: float,
 ) -> Final:
-    """Interleave ``candidates`` (one of them wins) and, in the first rounds, ``extra`` (measured for the table).
+    """Interleave ``candidates``, of which one wins, and in the first rounds ``extra``, which are timed for the table.
 
-    Rounds go on with the few that a further batch may show to be the fastest, by what was measured and ``expected``; at
-    most ``MOST_ROUNDS``, and ``seconds`` of wall time after the first few, which no batch of rounds is begun to exceed.
+    Further batches of rounds are for candidates that may still turn out to be the fastest, by what was measured and
+    ``expected``. There are at most ``MOST_ROUNDS``, and no batch is begun that would exceed ``seconds`` of wall time
+    after the first.
     """
     choices = {t.number: t.choices for t in (*candidates, *extra)}
     times: dict[int, list[float]] = {number: [] for number in choices}
@@ -95,17 +101,17 @@ def race(
 
 
 def _worth_a_batch(final: Final, expected: Mapping[int, float]) -> list[int]:
-    """The leader, and those that another batch of rounds may show to be faster by what it would tell."""
+    """The leader, and trials that another batch of rounds may show to be faster."""
     rounds, error = len(final.times[final.last[0]]), final.error
     after = error * math.sqrt(rounds / (rounds + BATCH))
-    told = math.sqrt(weighed_error(error, expected) ** 2 - weighed_error(after, expected) ** 2)
-    return _close({n: final.ratio(n) for n in final.last}, expected, error, told)
+    change = math.sqrt(weighed_error(error, expected) ** 2 - weighed_error(after, expected) ** 2)
+    return _close({n: final.ratio(n) for n in final.last}, expected, error, change)
 
 
 def gain(slower: float, error: float) -> float:
-    """By how much a plan is expected to turn out faster than another, as a share of the step; 0 if it surely is not.
+    """The expected improvement of a plan over another, as a share of the step; 0 where it surely is slower.
 
-    It seems to be ``slower`` by so much, known within one standard deviation ``error``.
+    By what is known it is ``slower`` by that share, with a standard deviation of ``error``.
     """
     if error <= 0:
         return max(0.0, -slower)
@@ -114,11 +120,10 @@ def gain(slower: float, error: float) -> float:
 
 
 def weighed(times: Mapping[int, float], expected: Mapping[int, float], error: float) -> dict[int, float]:
-    """Step seconds by what was measured, within ``error`` (a share), and by what was ``expected``, by trial number.
+    """Step seconds by trial number: measured ones, with a relative ``error``, combined with ``expected`` ones.
 
-    Both are averaged on the logarithm, each with the weight of one over its variance: the fastest of several noisy
-    measurements is fast by luck as well, and predictions are off by other luck. Those of which nothing is expected keep
-    what was measured.
+    Logarithms are averaged with the inverse variances as weights, as the fastest of several noisy measurements is so
+    partly by chance, and predictions err independently. Trials without a prediction keep what was measured.
     """
     both = [n for n in times if n in expected]
     trust = EXPECTED_WITHIN**2 / (EXPECTED_WITHIN**2 + error**2)
@@ -127,22 +132,24 @@ def weighed(times: Mapping[int, float], expected: Mapping[int, float], error: fl
 
 
 def weighed_error(error: float, expected: Mapping[int, float]) -> float:
-    """One standard deviation of what ``weighed`` gives, as a share."""
+    """One standard deviation of the result of ``weighed``, as a share."""
     return EXPECTED_WITHIN * error / math.hypot(EXPECTED_WITHIN, error) if expected else error
 
 
 def contenders(times: Mapping[int, float], error: float, *predictions: Mapping[int, float]) -> list[int]:
-    """The numbers of the few trials that may be the fastest, by what was measured and any of these ``predictions``.
+    """The numbers of the few trials that may be the fastest, by their measured ``times`` and any of the
+    ``predictions``.
 
-    ``times`` and ``error`` as for ``weighed``, whose fastest by each of the predictions come first. Without any
-    expectation, ``{}``, that is the fastest as measured.
+    ``times`` and ``error`` as for ``weighed``. The fastest by each of the predictions come first; an empty prediction
+    stands for the measurements alone.
     """
     found = [_close(times, expected, error, weighed_error(error, expected)) for expected in predictions]
     return [n for n in dict.fromkeys(chain.from_iterable(zip_longest(*found))) if n is not None][:FINALISTS]
 
 
 def _close(times: Mapping[int, float], expected: Mapping[int, float], error: float, moves: float) -> list[int]:
-    """The fastest as ``weighed``, and those that would be faster by enough if both were off by ``moves``, a share."""
+    """The fastest as ``weighed``, and trials that may be faster by enough if both times changed by ``moves``, a
+    share."""
     both = weighed(times, expected, error)
     best, *others = sorted(both, key=lambda n: both[n])
     return [best, *(n for n in others if gain(both[n] / both[best] - 1, math.sqrt(2) * moves) > WORTH)]
@@ -154,7 +161,7 @@ def first_rounds(trials: Sequence[Trial]) -> float:
 
 
 def remeasured(measured: Measurement, number: int, final: Final) -> Measurement:
-    """A trial's measurement with the times of the finals in place of its first ones; the peak stands."""
+    """A trial's measurement with the times of the finals; its peak stays."""
     times = final.times[number]
     return measured.model_copy(
         update={

@@ -1,7 +1,6 @@
-"""Jobs of other sizes: how they are made, what ghost runs say of them, and the largest that fits.
+"""Jobs of other sizes: other batches and lengths of the same training, and the largest that fits a budget.
 
-A job fits where one choice on all layers makes it fit, so that a search after it can only do better. Nothing is
-measured.
+A size fits where some uniform plan fits by its ghost run, so that a search can only do better. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -45,22 +44,23 @@ LEAN_KINDS = (
     "recompute_offload",
     "offload",
     "recompute",
-)  # asked first: one of them is nearly always the leanest
-FAR_OVER = 2  # times the budget: where one of these needs as much, the others do not fit either
-MOST_TIMES = 64  # as large as now is as far as anybody looks
+)  # tried first: one of them is nearly always the leanest
+FAR_OVER = 2  # times the budget: where one of these needs that much, no other choice fits either
+MOST_TIMES = 64  # times the present length is the longest that is tried
 GRAIN = 32  # sequences are distinguished to a share of 1/32, in powers of two
 
 
 def job_of(request: SearchRequest, **sizes: int | None) -> SearchRequest:
-    """The request with what it trains ``resized``."""
+    """The request with its training step ``resized``."""
     trained = "step" if request.workload is None else "workload"
     return request.model_copy(update={trained: resized(getattr(request, trained), **sizes)})
 
 
 def resized(trained: WorkloadSpec | Step, **sizes: int | None) -> WorkloadSpec | Step:
-    """What trains with another ``batch_size``, ``accumulate`` or ``seq_len``; a live batch is cut, or repeated.
+    """The training step with another ``batch_size``, ``accumulate`` or ``seq_len``. A live batch is cut, or repeated.
 
-    What fits is asked of a live batch, not the same training. Raises UsageError for one that has no such dimension.
+    That is the same step for bytes and seconds, not the same training. Raises UsageError for a batch without such a
+    dimension.
     """
     if isinstance(trained, WorkloadSpec):
         if (prompt := trained.grpo_prompt_len) is not None and (tokens := sizes.get("seq_len")) is not None:
@@ -95,11 +95,11 @@ def _with_rows(step: Step, rows: int, accumulate: int) -> Step:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What variants of a job are judged by: their budget in bytes, and the op times of the device they would run on.
+    """How variants of a job are judged: by a budget in bytes, and by op times of the device that they would run on.
 
-    ``kinds`` are the choices that are allowed; ``needs`` says what a ghost run takes where that is more than its
-    tensors. ``late`` says when to look for no more. ``head`` is what the output head does unless it runs in chunks with
-    the loss. ``listener`` sees sorts of changes pass.
+    ``kinds`` are the allowed choices, ``needs`` gives the memory of a ghost run where that is more than its tensors.
+    ``late`` tells when to stop. ``head`` is the choice of the output head unless it runs in chunks with the loss.
+    ``listener`` is told of each kind of change.
     """
 
     budget_bytes: int
@@ -134,26 +134,26 @@ def what_if_of(
 
 
 def leanest_head(heads: Heads | None) -> Choice:
-    """What the output head does in all variants: the leanest of the choices that it was ghost-run with."""
+    """The choice of the output head in all variants: the leanest that was ghost-run."""
     known = heads.graphs if heads is not None else {}
     return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in known), SAVE)
 
 
 def predictions(what_if: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
-    """What each choice on every layer would come to, by kind."""
+    """The predictions of uniform plans, by kind."""
     judge = Predictor(None, what_if.times([graph for _, graph in uniform.values()]), needs=what_if.needs)
     return {kind: judge.learn(choices, graph) for kind, (choices, graph) in uniform.items()}
 
 
 class Variant:
-    """A job ghost-run with one choice on every layer, as far as it is asked about. Its tracer closes with ``stack``.
+    """A job of another size or kind, whose uniform plans are ghost-run on demand. ``stack`` closes its tracer.
 
     ``chunked``: its output head and loss run in chunks.
     """
 
     def __init__(self, job: SearchRequest, what_if: WhatIf, stack: ExitStack, *, chunked: bool = False) -> None:
         self._job, self._what_if, self._stack, self._chunked = job, what_if, stack, chunked
-        self._known: dict[str, Prediction | None] = {}  # by the choice on every layer; None: it cannot be attached
+        self._known: dict[str, Prediction | None] = {}  # by kind of choice; None: it cannot be attached
         self._resident_bytes = 0
 
     @cached_property
@@ -161,20 +161,21 @@ class Variant:
         return self._stack.enter_context(tracer_of(self._job, fallback=False))
 
     def least_bytes(self, kinds: Sequence[str] = LEAN_KINDS) -> float:
-        """Peak of the leanest of these choices, or of the first that fits; infinite for what is not this job."""
+        """Peak of the leanest of these choices, or of the first that fits; infinite where the variant is not
+        possible."""
         budget_bytes, least = self._what_if.budget_bytes, math.inf
         if self._what_if.late() or (self._chunked and self.tracer.head is None) or self._ignored:
             return math.inf
         asked = [kind for kind in kinds if kind in self._what_if.kinds] or list(self._what_if.kinds)
         for predicted in filter(None, map(self.predicted, asked)):
             least = min(least, predicted.peak_bytes)
-            # it fits; or nothing does, whatever the layers do, or as this is so far off that no choice is lean enough
+            # it fits; or resident bytes alone do not; or it is so far off that no other choice is lean enough
             if least <= budget_bytes or max(self._resident_bytes, least // FAR_OVER) > budget_bytes:
                 break
         return least
 
     def predicted(self, kind: str) -> Prediction | None:
-        """What a choice on every layer would come to, ghost-run once; None where it cannot be attached."""
+        """The prediction of a uniform plan; None where it cannot be attached."""
         if kind not in self._known:
             try:
                 uniform = uniform_graphs(self.tracer, blocks_of(self.tracer), (kind,), self.besides)
@@ -187,13 +188,13 @@ class Variant:
 
     @property
     def besides(self) -> dict[str, Choice]:
-        """What the output head does."""
+        """The choice of the output head, if any."""
         head, choice = self.tracer.head, LEANEST_CHUNKS if self._chunked else self._what_if.head
         return {head.name: choice} if head is not None and choice != SAVE else {}
 
     @property
     def _ignored(self) -> bool:
-        """Whether the user's own function made something else than what was asked for."""
+        """Whether the user's factory built another size than it was asked for."""
         spec, settings = self._job.workload, self.tracer.settings
         asked = {} if spec is None else {"batch_size": spec.batch_size, "seq_len": spec.seq_len}
         return any(size is not None and settings.get(name) not in (None, size) for name, size in asked.items())
@@ -208,13 +209,14 @@ def least_bytes(job: Callable[[int], SearchRequest], what_if: WhatIf, kinds: Seq
 def largest_that_fits(
     sizes: Sequence[int], needed: Callable[[int], float], budget_bytes: float, first: int | None = None
 ) -> int | None:
-    """The largest of some rising sizes whose bytes are within the budget; None where not even the smallest's are.
+    """The largest of the ascending ``sizes`` that needs no more than the budget; None where even the smallest needs
+    more.
 
-    ``first`` is asked about first (default: the smallest). What a job needs grows about linearly: the next size is
-    where the line through the two nearest known ones meets the budget, and every third time the one halfway, as well
-    as where a size cannot be had at all (infinite bytes).
+    ``first`` is tried first (default: the smallest). Memory grows about linearly with size. So the next size is where
+    the line through the two nearest known ones meets the budget; every third time, and where a size is impossible
+    (infinite bytes), it is the one halfway.
     """
-    low, high = -1, len(sizes)  # places: this one fits, that one does not
+    low, high = -1, len(sizes)  # indices: ``low`` fits, ``high`` does not
     at, known = 0 if first is None else bisect_left(sizes, first), dict[int, float]()
     while high - low > 1:
         at = min(max(at, low + 1), high - 1)
@@ -228,7 +230,7 @@ def largest_that_fits(
 
 
 def _on_the_line(known: Mapping[int, float], budget_bytes: float) -> float:
-    """The size at which the line through the two known ones next to the budget meets it; infinite on a level line."""
+    """The size at which the line through the two known sizes next to the budget meets it; infinite for a level line."""
     points = sorted((size, nbytes) for size, nbytes in known.items() if nbytes < math.inf)
     points = points if len(points) > 1 else [(0, 0.0), *points]
     fitting = sum(nbytes <= budget_bytes for _, nbytes in points)
@@ -237,7 +239,7 @@ def _on_the_line(known: Mapping[int, float], budget_bytes: float) -> float:
 
 
 def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
-    """The request with the longest sequences that the leanest choice on all layers holds its budget with, and a note.
+    """The request with the longest sequences with which a uniform plan fits its budget, and a note on them.
 
     Lengths are distinguished to about a share of 1/32. Raises UsageError for a budget that is a share of the job's own
     peak, for models without sequences and under a distributed launch, InfeasibleError where not even the shortest fits.

@@ -1,4 +1,7 @@
-"""The loop of a search: baselines, the budget in bytes, candidates, finals. It is the same for every target."""
+"""The loop of a search: baselines, the budget in bytes, candidates, finals.
+
+It is the same for every target and proposer: a proposer says what to try next, a target evaluates it.
+"""
 
 from __future__ import annotations
 
@@ -15,50 +18,51 @@ from autockpt.tuning.targets.base import Target
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 MAX_CRASHES = 2
-"""After so many processes crashed while they measured a plan, the search goes on without it."""
+"""Crashes of measuring processes after which a plan is given up."""
 _GIVEN_UP = Score("failed", message=f"not measured: {MAX_CRASHES} processes ended in the middle of it")
 
 
 class Proposer(Protocol):
-    """Proposes plans of one question, and knows what its budget means.
+    """Proposes the plans of one search, and resolves its budget to bytes.
 
-    ``baselines`` are by name. ``smallest_peak`` is the least reachable peak in bytes, as far as is
-    known; 0 where nothing is. When the next candidate is asked for, the result of the one before is among the trials.
+    ``baselines`` are plans by name. ``smallest_peak`` is the least reachable peak in bytes that is known so far, 0 at
+    first. Both iterators are advanced only after the result of their last candidate was added to the trials.
     """
 
     baselines: dict[str, dict[str, Choice]]
     smallest_peak: int
 
     def begin(self) -> None:
-        """Open what proposing needs, if anything. Raises InfeasibleError for a budget known to be out of reach."""
+        """Prepare. Raises InfeasibleError where the budget is known to be out of reach before any step."""
 
     def baseline_candidates(self, loop: Loop) -> Iterator[Candidate]:
-        """Plans to begin with. Asked for the next one when the one before it was tried; raises where none can run."""
+        """The baselines, which are tried whatever the budget is. Raises where none of them can run."""
         ...
 
     def resolve(self, stopped: str) -> bool:
-        """Judge all trials by the budget in bytes, as they tell it. ``stopped``: why there are no more of them.
+        """Resolve the budget by the peaks of the trials so far, and judge these. ``stopped``: why there are no more.
 
-        Returns whether memory that saving everything leaves can make the step faster: FSDP2 may keep weights gathered.
+        Returns whether memory that plain training leaves free can make a step faster, as when FSDP2 keeps weights
+        gathered.
         """
         ...
 
     def candidates(self, loop: Loop) -> Iterator[Candidate]:
-        """Plans to try, one after the other, until a limit of the ``loop`` is reached or none can be better."""
+        """Plans to try until a limit of the ``loop`` is reached or none can be better."""
         ...
 
     def infeasible(self) -> AutockptError:
-        """The error for a budget that nothing fits."""
+        """The error for a budget that no plan fits."""
         ...
 
 
 @dataclass
 class Loop:
-    """One search: ``proposer`` yields candidates, ``target`` scores candidates, ``trials`` records each as it ends.
+    """One search: ``proposer`` yields candidates, ``target`` scores them, ``trials`` records the scores.
 
-    At most ``max_candidates`` are tried, within the ``clock``'s time limit. Once it has run, ``best`` is what it found
-    (None: ``interrupted`` before anything that fits was measured), ``stopped`` why it ended. ``last_seconds`` is how
-    long the last candidate took, its ghost runs included.
+    At most ``max_candidates`` are tried within the ``clock``'s time limit. After ``run``, ``best`` is the result (None
+    where it was ``interrupted`` before any plan that fits was measured) and ``stopped`` the reason why it ended.
+    ``last_seconds`` is how long the last candidate took, its ghost runs included.
     """
 
     proposer: Proposer
@@ -73,18 +77,17 @@ class Loop:
     _more_is_faster: bool = False
 
     def run(self) -> None:
-        """Search until the trials, the time or the possibilities are used up; Ctrl-C ends it with the best so far.
+        """Search until the trials, the time or the plans are used up. Ctrl-C ends the search with the best plan so far.
 
-        Raises InfeasibleError where nothing fits the budget, naming the smallest reachable peak; TimeLimitReached where
-        the time limit came before that was known; KeyboardInterrupt where not even the budget was known in bytes by
-        then.
+        Raises InfeasibleError with the smallest reachable peak where no plan fits, TimeLimitReached where the time was
+        too short to know, KeyboardInterrupt after Ctrl-C where not even the budget in bytes was known.
         """
         try:
             self.proposer.begin()
             self.clock.listener.stage("baselines", len(self.proposer.baselines))
-            # plans that everybody knows, whatever they need: the budget may be a share of what they do
+            # whatever they need: the budget may be a share of their peaks
             self._try(self.proposer.baseline_candidates(self))
-            for note in self.trials.notes:  # time to stop and mend it, and not everybody sees the answer's notes
+            for note in self.trials.notes:  # now, as the user may want to stop and correct the step
                 self.clock.listener.note(note)
             if shorter := self.clock.limit_by(trial.measured for trial in self.trials.all):
                 self.clock.listener.note(shorter)
@@ -93,13 +96,13 @@ class Loop:
                 self.stopped = "saving everything fits the budget, so there is nothing to trade"
                 self.best = self._plain
             else:
-                # candidates; of a simulation, which tries one, the ghost runs of that
+                # progress counts candidates; in a simulation, which tries one, ghost runs of that
                 steps = max(0, self.max_candidates - self.trials.spent)
                 steps = steps if self.target.scoring.measures else self.target.scoring.checks + 1
                 self.clock.listener.stage("search", steps)
                 self._try(self.proposer.candidates(self))
                 self.clock.listener.stage("finals")
-                # baselines are timed with the best: the table sets their step times against it
+                # baselines are timed alongside, as the answer compares the plan with them
                 self.best = self.target.winner(self.trials, self._baselines, self.clock.seconds_left)
         except (KeyboardInterrupt, TimeLimitReached) as end:
             self.interrupted = isinstance(end, KeyboardInterrupt)
@@ -120,17 +123,18 @@ class Loop:
         return self.trials.budget
 
     def used_up(self, *, one_late: bool = False) -> bool:
-        """Whether a limit is reached; ``stopped`` then says which. ``one_late``: steps may exceed it a little."""
+        """Whether a limit is reached, which sets ``stopped``. ``one_late``: steps may exceed the time limit a
+        little."""
         if self.trials.spent >= self.max_candidates:
-            return self.over(f"as many candidates were tried as --trials allows ({self.max_candidates})")
+            return self.stop_if(f"as many candidates were tried as --trials allows ({self.max_candidates})")
         return (
             self.late
-            and self.over(self._time)
+            and self.stop_if(self._time)
             and not (one_late and self.clock.seconds_until_stopped >= self.last_seconds)
         )
 
-    def over(self, why: str) -> bool:
-        """Whether there is a reason to stop: ``why``, where it is not empty."""
+    def stop_if(self, why: str) -> bool:
+        """Note the reason why the search ends, and return whether there is one."""
         self.stopped = why or self.stopped
         return bool(why)
 
@@ -151,7 +155,7 @@ class Loop:
 
     @property
     def binding(self) -> bool:
-        """Whether the budget asks for anything at all; taken for granted until the budget is known in bytes."""
+        """Whether plain training exceeds the budget; assumed to until the budget is known in bytes."""
         plain = self._plain
         return self.trials.budget_bytes is None or plain is None or not plain.feasible or self._more_is_faster
 
@@ -161,7 +165,7 @@ class Loop:
         return self.trials.find(self.proposer.baselines[NONE])
 
     def _try(self, candidates: Iterator[Candidate]) -> None:
-        """Score new plans one after the other; a plan that its ghost run rules out is judged by that."""
+        """Score each candidate that is not among the trials."""
         began = self.clock.elapsed
         for candidate in candidates:
             if self.trials.find(candidate.choices) is not None:
@@ -172,7 +176,7 @@ class Loop:
             began = self.clock.elapsed
 
     def _score(self, candidate: Candidate) -> None:
-        """Score a new plan and record the trial; a plan in which processes crashed too often is given up."""
+        """Score a new plan and record the trial. A plan that crashed too many processes is not measured again."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
         if candidate.score is not None or not self.target.scoring.measures:
             score = candidate.score or self.target.score(candidate, budget_bytes)
@@ -183,13 +187,13 @@ class Loop:
                 trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
         if self.target.scoring.measures or self.target.scoring.knows_seconds:
             self.clock.listener.trial(trial, self.trials.best)
-        else:  # it ranks plans, and is shown to nobody
+        else:  # its seconds only rank plans
             self.clock.listener.advance()
         if score.last is not None:
             raise score.last
 
     def _refuse(self) -> NoReturn:
-        """Raises InfeasibleError, or TimeLimitReached where plans may fit that were not measured for want of time."""
+        """Raises InfeasibleError, or TimeLimitReached where plans that may fit were not measured in time."""
         budget = self.trials.budget
         if self.stopped == self._time and (budget is None or self.proposer.smallest_peak <= budget.bytes):
             raise TimeLimitReached(f"{self._time} before a plan that fits was measured")

@@ -22,14 +22,14 @@ from autockpt.tuning.targets.compiled import NOT_PREDICTED
 from autockpt.tuning.trials import Trials
 
 OFF = 3.0
-"""Steps that take so many times as long as op times tell, or so many times less, are not those that were timed."""
+"""Factor between measured and predicted steps beyond which the cached op times are taken for wrong."""
 _VERDICTS: dict[str, Verdict] = {"measured": "fits", "over_budget": "over_budget", "out_of_memory": "out_of_memory"}
 
 
 def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel | None, loop: Loop) -> SearchOutcome:
-    """What people get of a search: its plan, rows and notes; all of it on record in ``run``.
+    """Assemble the answer from the finished loop, and write it to ``run``.
 
-    ``cost_model`` None: nothing is predicted.
+    ``cost_model`` is None where nothing is predicted.
     """
     asked, environment, best = prepared.request, prepared.environment, loop.best
     target, trials, baselines, clock = loop.target, loop.trials.all, loop.proposer.baselines, loop.clock
@@ -53,7 +53,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
         plan = _plan(prepared, best, loop.budget, target.scoring.source, rows, notes)
         if run is not None:
             run.write_plan(plan)
-            if cost_model is not None:  # the plan's step, and as far as time allows what other plans come to
+            if cost_model is not None:  # for the page and `explain`, as far as time allows
                 run.write_graph(cost_model.predictor.graph(best.choices), "plan")
                 if ALL in baselines and clock.seconds_left > 0:
                     run.write_graph(cost_model.predictor.graph(baselines[ALL]), "recompute")
@@ -95,11 +95,12 @@ def _plan(
     rows: Sequence[Comparison],
     notes: Sequence[str],
 ) -> Plan:
-    """The plan with its provenance; the head is listed only where that has a choice. ``rows`` end with its own."""
+    """The plan with its provenance. The head is listed only where it has a choice; the last of ``rows`` is the
+    plan's."""
     asked, tracer, spec = prepared.request, prepared.traced.tracer, prepared.request.spec
     head, settings = tracer.head, plain(prepared.settings)
     chosen = head is not None and best.choices.get(head.name, SAVE) != SAVE
-    if spec is not None and (named := settings.get("units")):  # found cuts are not looked for again
+    if spec is not None and (named := settings.get("units")):  # so that the cuts need not be found again
         spec = spec.model_copy(update={"units": named})
     assumed = asked.notes if source == "simulated" else ()
     return Plan.create(
@@ -120,7 +121,7 @@ def _plan(
 
 
 def _plan_notes(best: Trial, head: Unit | None) -> Iterator[str]:
-    """What the found plan does with the output head, and how many graphs its steps became where they were compiled."""
+    """Notes on the plan: whether gradients are exact, and how many graphs its steps were compiled to."""
     if head is not None and (choice := best.choices.get(head.name, SAVE)) != SAVE:
         bits = "bit-equal with plain training's" if choice.exact else "equal to plain training's only up to rounding"
         yield f"The output head runs with `{head.name}: {choice}`: gradients are {bits}."
@@ -137,7 +138,7 @@ def _plan_notes(best: Trial, head: Unit | None) -> Iterator[str]:
 
 
 def _pace(trials: Trials) -> float | None:
-    """How long the first steps took, relative to what op times predicted; None where about so long, or not known."""
+    """The first measured steps as a multiple of the predicted ones; None within ``OFF``, or where unknown."""
     paces = [
         t.measured.step_seconds / t.predicted.step_seconds
         for t in trials.all[trials.resumed :]
@@ -148,12 +149,12 @@ def _pace(trials: Trials) -> float | None:
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool | None]:
-    """Settings as data: whatever is not a plain value, in words."""
+    """Settings as data: values of other types as text."""
     return {k: v if isinstance(v, str | int | float | bool | None) else str(v) for k, v in settings.items()}
 
 
 def _row(name: str, trial: Trial, host_budget: int | None, knows_seconds: bool) -> Comparison:
-    """A plan of the answer's table; where nothing was ever timed only its bytes are shown."""
+    """A row of the answer's table. Predicted seconds are left out where nothing was timed."""
     verdict: Verdict = _VERDICTS.get(trial.state, "not_measured")
     predicted, note = trial.predicted, ""
     if predicted is not None and host_budget is not None and predicted.host_bytes > host_budget:

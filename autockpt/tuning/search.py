@@ -1,4 +1,7 @@
-"""Run a search, from the request to the outcome."""
+"""One search, from the request to the outcome.
+
+``_search`` is the main path: target, tracing, run directory, cost model, proposer, loop, outcome.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint, refuse_simulated
 
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
-"""What ``run_search`` is, to those who search several jobs."""
+"""The type of ``run_search``, for functions that search several jobs."""
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:
@@ -41,10 +44,10 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
     and random state are restored bit for bit afterwards, after Ctrl-C too. With ``request.compile`` steps are compiled;
     with ``request.hardware`` or ``simulate`` nothing is measured. The run's directory and plan are written to
     ``request.out``; a search that is finished there is answered from its record. Ctrl-C ends a search with the best
-    plan so far, or without one where nothing fitting was measured.
+    plan so far, if any.
 
     Raises UsageError (under a distributed launch as well), WorkloadError, InfeasibleError, RunDirectoryError or
-    MeasurementError; whatever was measured until then is kept.
+    MeasurementError; what was measured until then is kept.
     """
     listener = listener or Silence()
     if request.step is not None and request.measures and not request.others_wait and ranks_here() > 1:
@@ -60,7 +63,7 @@ def run_search(request: SearchRequest, listener: Listener | None = None) -> Sear
 
 
 def refuse_unwritable(request: SearchRequest) -> None:
-    """Raise UsageError or RunDirectoryError, before anything is measured, for what could not be written afterwards."""
+    """Raises UsageError or RunDirectoryError where the answer could not be written, before anything is measured."""
     if request.plan_out is not None and (why := unwritable(request.plan_out)):
         raise UsageError(f"--plan-out {request.plan_out} cannot be written: {why}", remedy="Give another file.")
     if request.out is not None and (why := unwritable(request.out / "run")):
@@ -68,10 +71,10 @@ def refuse_unwritable(request: SearchRequest) -> None:
 
 
 def _on_all_ranks(request: SearchRequest, listener: Listener) -> SearchOutcome:
-    """Search on the first rank of a job, with steps that all ranks take together, and return its answer on each."""
+    """Search on the first rank of a job, with steps that all ranks take together. Every rank returns the answer."""
     question = json.dumps(request.question(), sort_keys=True, default=str)
     with Ranks(request.step, question, host_budget=request.host_budget) as ranks:
-        if ranks.rank:  # what is written is the first rank's
+        if ranks.rank:  # only the first rank writes
             return ranks.serve().model_copy(update={"run_directory": None})
         asked = request.model_copy(update={"step": ranks.step})
         return ranks.conduct(lambda: _cached_or_searched(asked, listener, ranks))
@@ -86,7 +89,7 @@ def _cached_or_searched(request: SearchRequest, listener: Listener, measurer: Me
 def _search(
     stack: ExitStack, request: SearchRequest, listener: Listener, measurer: Measurer | None = None
 ) -> SearchOutcome:
-    if request.measures:  # of a job's devices that of the first rank, which all jobs on them share
+    if request.measures:  # on several ranks the first one's device stands for all of them
         stack.enter_context(device_lock(device_of(request), listener.note, wait=request.wait))
     clock = Clock(listener, request.timeout, request.training_steps)
     target = target_of(stack, request, clock, measurer)
@@ -134,14 +137,14 @@ def target_of(stack: ExitStack, request: SearchRequest, clock: Clock, measurer: 
     return Measured(request, clock, measurer)
 
 
-# -- earlier runs: a finished search is answered from its record, a stopped one continues -----------------------------
+# -- earlier runs: a finished search is answered from its record, an unfinished one continues -------------------------
 
 
 def _cached_outcome(request: SearchRequest) -> SearchOutcome | None:
     """The outcome of an earlier, finished search of the same question, found without tracing; None if there is none.
 
-    User code may have changed since, which only tracing detects; so only workloads of known files are answered from
-    disk. The environment is asked for only if there are runs of the model, since that may take a process of its own.
+    User code may have changed since, which only tracing detects. So only workloads whose files are known are answered
+    this way. The environment is looked up only if there are runs of the model, as that may take a process of its own.
     Raises RunDirectoryError where a search of this question is running.
     """
     out, spec = request.out, request.workload
@@ -166,16 +169,16 @@ def _cached_outcome(request: SearchRequest) -> SearchOutcome | None:
 
 
 def _enter_run(stack: ExitStack, request: SearchRequest, prepared: Prepared) -> RunDirectory | None:
-    """The directory of this question, locked until ``stack`` ends; None where nothing is kept.
+    """Open or create the run directory of this question, locked until ``stack`` ends; None where nothing is kept.
 
-    Raises RunDirectoryError where it is another question's, corrupt or in use.
+    Raises RunDirectoryError where it belongs to another question, is corrupt or in use.
     """
     if request.out is None:
         return None
     structure = dict[str, Any]()
     if request.workload is None or request.workload.files is None:  # code decides what the model is
         structure["model_fingerprint"] = fingerprint(prepared.traced.tracer.units)
-    if request.step is not None:  # what tells a live step from others
+    if request.step is not None:  # which nothing else identifies
         structure |= {"model": request.name, "settings": plain(prepared.settings)}
     run = RunDirectory.enter(**_asked(request, prepared.environment, **structure), fresh=request.fresh)
     stack.enter_context(run.lock())
@@ -184,7 +187,7 @@ def _enter_run(stack: ExitStack, request: SearchRequest, prepared: Prepared) -> 
 
 
 def _asked(request: SearchRequest, environment: Environment, **structure: Any) -> dict[str, Any]:
-    """The question and what its directory is named after, for ``RunDirectory``."""
+    """Arguments of ``RunDirectory.enter``: the question, and what its directory is named after."""
     return {
         "root": request.out,
         "question": request.question(environment, **structure),
@@ -207,7 +210,7 @@ def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutc
 
 
 def _outcome_of(run: RunDirectory, request: SearchRequest) -> SearchOutcome | None:
-    """The outcome of a run whose search is finished, unless the request asks for more; restores its plan's file.
+    """The outcome of a finished run, unless the request asks for more; restores its plan's file.
 
     Raises RunDirectoryError or PlanError where that file cannot be written.
     """

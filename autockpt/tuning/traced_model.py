@@ -1,4 +1,8 @@
-"""The ghost runs with which every search and every explanation begins."""
+"""Trace the model of a request: the ghost runs with which every search and every explanation begins.
+
+They are uniform plans, with one choice on every layer, and plans with a choice on the output head alone. The cost model
+is built from them.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +25,24 @@ from autockpt.tracing.cuts import left_out_notes
 from autockpt.tuning.shallow_twin import open_twin, transplanted
 
 CHUNKS = (256, 1024, 4096)
-"""Tokens of a chunk, where head and loss run in chunks: fewer hold fewer logits, more keep a device busier."""
+"""Tokens of a chunk where head and loss run in chunks. Small chunks hold few logits, large ones keep a device busy."""
 LEANEST_CHUNKS = ChunkedLoss(tokens=CHUNKS[0])
 
 
 def kinds_of(space: SearchSpace, inexact: bool) -> tuple[str, ...]:
-    """What layers may do: the kinds of a space and, ``inexact``, those of them that run in tiles, too."""
+    """The kinds of choices for layers in a space; with ``inexact`` also their variants that run in tiles."""
     return (*space.choices, *(name for name, c in IN_TILES.items() if inexact and c.kind in space.choices))
 
 
 def device_of(request: SearchRequest) -> Device:
-    """The device of this machine that a request is about; for described hardware, which needs none, the CPU."""
+    """The local device of a request; the CPU for described hardware, which needs none."""
     if request.hardware is not None:
         return get_device("cpu")
     return get_device(request.device if request.step is None else str(request.step.device))
 
 
 def tracer_of(request: SearchRequest, *, fallback: bool = True) -> Tracer:
-    """A tracer of what a request trains. Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
+    """A tracer of the request's training step. Raises what ``Tracer.from_spec`` and ``Tracer.from_step`` do."""
     if request.workload is None:
         return Tracer.from_step(request.step, fallback=fallback)
     device = device_of(request).torch_device
@@ -46,9 +50,9 @@ def tracer_of(request: SearchRequest, *, fallback: bool = True) -> Tracer:
 
 
 def local_device(request: SearchRequest) -> tuple[Environment, int]:
-    """The environment of that device, and the bytes that others hold of it.
+    """The environment of the request's local device, and the bytes that other processes hold on it.
 
-    Asked without a context of this process's where it has none yet.
+    Opens no context in this process.
     """
     device = device_of(request)
     if request.step is not None:
@@ -60,10 +64,10 @@ def local_device(request: SearchRequest) -> tuple[Environment, int]:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """Ghost runs that a search begins with, and the space without choices that the model refuses.
+    """The initial ghost runs, and the search space without choices that the model refuses.
 
-    ``uniform`` are plans with one choice on every layer, ``heads`` those with a choice on the output head alone. With a
-    ``twin``, a shallow model that stands for a deep one, they are of that; ``base`` is the whole model's plain step.
+    ``uniform`` are plans with one choice on every layer, ``heads`` those with a choice on the output head alone. Where
+    a shallow ``twin`` stands for a deep model they are of the twin, and ``base`` is the deep model's plain step.
     """
 
     tracer: Tracer
@@ -81,36 +85,36 @@ class TracedModel:
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What people should know of the model, its plain step and what it refuses."""
+        """Notes on the model, its plain step and the choices that it refuses."""
         return (*self.tracer.notes, *self.left_out, *self.plain.notes, *self.notes)
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A note on modules that hold much and are no units; none where the units were named by the user."""
+        """A note on modules that hold much and are no units, unless the user named the units."""
         return () if self.tracer.settings.get("units") else left_out_notes(self.plain, self.tracer.outside)
 
     @property
     def graphs(self) -> list[Graph]:
-        """All of them but those of heads."""
+        """All ghost runs but those of heads."""
         return [*(graph for _, graph in self.uniform.values()), *([self.base] if self.base is not None else [])]
 
     @property
     def of_heads(self) -> list[Graph]:
-        """Those with a choice on the output head alone."""
+        """Ghost runs with a choice on the output head alone."""
         return [*self.heads.graphs.values()] if self.heads is not None else []
 
     def nominal(self, environment: Environment) -> OpTimes:
-        """Op times at nominal rates of the kind of device: good for ranking choices."""
+        """Op times at nominal rates of the kind of device, for ranking choices only."""
         return nominal_op_times(environment, [*self.graphs, *self.of_heads])
 
     def roofline(self, hardware: Hardware) -> OpTimes:
-        """Op times of described hardware. What a region that runs again costs is read off whole layers."""
+        """Op times of described hardware. The overhead of a recomputed region is taken from whole layers."""
         parts = [graph for name, (_, graph) in self.uniform.items() if name in IN_TILES]
         times = roofline_times(hardware, [graph for graph in self.graphs if all(graph is not part for part in parts)])
         return times.completed(roofline_times(hardware, [*parts, *self.of_heads]).seconds)
 
     def cost_model(self, times: OpTimes, *, needs: MemoryModel | None = None, **more: Any) -> CostModel:
-        """What choices cost by these op times; ``needs`` and ``more`` as for ``build_profile``."""
+        """The cost model by these op times; ``needs`` and ``more`` as for ``build_profile``."""
         more |= {"head": self.heads, "gathered": self.space.gathered}
         if self.base is None:
             return build_profile(self.tracer, times, self.uniform, needs=needs, **more)
@@ -125,10 +129,10 @@ def trace_model(
     of_head: Choice = SAVE,
     listener: Listener = Silence(),
 ) -> TracedModel:
-    """Ghost-run what a search, or an explanation, begins with: the one opening of them all.
+    """Make the initial ghost runs.
 
-    ``inexact`` lets head, MLPs and norms run on some tokens at a time; ``of_head`` is a choice of a plan's for the head
-    besides those of the space. ``listener`` hears of each ghost run. Raises UsageError for a model without blocks.
+    ``inexact`` lets head, MLPs and norms run on some tokens at a time. ``of_head`` is a further choice for the head.
+    ``listener`` is told of each ghost run. Raises UsageError for a model without blocks.
     """
     blocks = blocks_of(tracer)
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)
@@ -150,7 +154,7 @@ def trace_model(
 def trace_for_hardware(
     stack: ExitStack, hardware: Hardware, spec: WorkloadSpec, tracer: Tracer, space: SearchSpace, **more: Any
 ) -> TracedModel:
-    """The same for described hardware, where a deep model's shallow twin, kept open by ``stack``, stands for it.
+    """The same for described hardware, where a shallow twin, which ``stack`` closes, stands for a deep model.
 
     ``more`` as for ``trace_model``.
     """
@@ -165,7 +169,7 @@ def trace_for_hardware(
 
 
 def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
-    """The blocks to choose for. Raises UsageError where there are none."""
+    """The blocks that choices are made for. Raises UsageError where there are none."""
     blocks = tuple(u for u in tracer.units if u.role == "block")
     if not blocks:
         raise UsageError(
@@ -178,7 +182,7 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
 
 
 def less_than_asked(budget: Budget, environment: Environment) -> tuple[str, ...]:
-    """A note where the device has less than the budget, and so is what plans must fit."""
+    """A note where the device has less memory than the budget, so that plans must fit the device."""
     device = environment.device
     if budget.kind != "bytes" or (budget.size or 0) <= device.capacity_bytes:
         return ()

@@ -1,4 +1,5 @@
-"""The trials of a search: numbered, judged under the budget, written as they end; and which of them is named."""
+"""The trials of a search: numbered, judged by the budget, written as they end; and the choice among equally fast
+ones."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from autockpt.schema.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class Score:
-    """What became of a candidate. ``measured`` is None where no step was taken, or it ran out of memory.
+    """The result of a candidate. ``measured`` is None where no step was taken, or it ran out of memory.
 
-    ``last``: why no other can be measured after it.
+    ``last`` is the reason why nothing can be measured afterwards.
     """
 
     state: TrialState
@@ -25,21 +26,20 @@ class Score:
     last: MeasurementError | None = None
 
 
-Plans = Mapping[str, Mapping[str, Choice]]  # by what they are called
+Plans = Mapping[str, Mapping[str, Choice]]  # by name
 Parameters = dict[str, float | int | str]
 KNOBS, SOLVER = "knobs", "solver"
-"""Encodings of plans: the solver's at a sampler's point, and those it makes without one (simple ones; leaner ones)."""
+"""Encodings of plans: by the solver at a point of the sampler, and by the solver alone (simple and leaner plans)."""
 HIDDEN_COPIES = "hidden_copies"
-"""The knob, and a trial's parameter: the share of the link's time in forward for which layers are offloaded behind
-others' compute."""
+"""A knob, and a trial's parameter: the share of the link's time in forward that hidden copies may take."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan worth a look, what it is called and where it is from.
+    """A plan to try, with its name and what proposed it.
 
-    ``predicted`` is what its ghost run says; ``score`` judges it by that where no step is worth it. ``outclassed`` by
-    another one, as predicted, it is measured briefly.
+    ``predicted`` comes from its ghost run. A ``score`` is set where that rules the plan out, so that no step is taken.
+    ``outclassed``: predicted to be worse than another plan, so it is measured briefly.
     """
 
     choices: dict[str, Choice]
@@ -59,24 +59,24 @@ _NO_NUMBER = (
 
 
 class Trials:
-    """All trials of one question, those of earlier runs first. One plan is measured once: ``find`` knows it by hash."""
+    """All trials of one question, those of earlier runs first. A plan has one trial, which ``find`` returns."""
 
     def __init__(self, run: RunDirectory | None) -> None:
         self.run = run
         self.all: list[Trial] = run.trials() if run is not None else []
         self.resumed = len(self.all)
         self._by_hash = {t.plan_hash: t for t in self.all}
-        self.expected: Callable[[], Mapping[int, float]] = dict  # predicted seconds of those that were measured
+        self.expected: Callable[[], Mapping[int, float]] = dict  # predicted seconds by trial number
         self.budget: ResolvedBudget | None = None  # a guess until the trials were judged by it
         self.budget_bytes: int | None = None
 
     def find(self, choices: Mapping[str, Choice]) -> Trial | None:
-        """The trial of this plan, if there was one."""
+        """The trial of this plan, if there is one."""
         return self._by_hash.get(plan_hash(choices))
 
     @contextmanager
     def measuring(self, choices: Mapping[str, Choice]) -> Iterator[int]:
-        """Within it a plan is measured. Gives how many processes ended in the middle of that, or failed."""
+        """Record that a plan is being measured. Yields how many processes ended while they measured it."""
         if self.run is None:
             yield 0
             return
@@ -90,7 +90,7 @@ class Trials:
         self.run.write_in_flight({other: times for other, times in ended.items() if other != plan})
 
     def write(self, candidate: Candidate, score: Score, *, elapsed: float) -> Trial:
-        """Add what became of a new plan ``elapsed`` seconds after the search began. Returns what was written."""
+        """Add the score of a new plan, ``elapsed`` seconds after the search began. Returns the trial."""
         return self.put(
             Trial(
                 number=len(self.all),
@@ -109,7 +109,8 @@ class Trials:
         )
 
     def put(self, trial: Trial) -> Trial:
-        """Add a trial, or replace the one of its number; judged if the budget is known. Returns what was written."""
+        """Add a trial, or replace the one of its number, judged if the budget is known. Returns the trial as
+        written."""
         trial = self._judged(trial)
         self.all[trial.number : trial.number + 1] = [trial]
         self._by_hash[trial.plan_hash] = trial
@@ -118,7 +119,7 @@ class Trials:
         return trial
 
     def judge(self, budget: ResolvedBudget) -> None:
-        """Hold all trials against the budget: baselines run before it is known in bytes."""
+        """Compare all trials with the budget. Baselines ran before it was known in bytes."""
         self.budget, self.budget_bytes = budget, budget.bytes
         for trial in list(self.all):
             if self._judged(trial) != trial:
@@ -134,21 +135,21 @@ class Trials:
 
     @property
     def spent(self) -> int:
-        """Candidates that took real steps, those that ran out of memory included; in a simulation those scored by it.
+        """Candidates that took real steps or ran out of memory; in a simulation those that were simulated.
 
-        Baselines do not count, nor plans that every search tries.
+        Neither baselines nor the solver's own simple plans count.
         """
         candidates = (t for t in self.all if t.encoding not in ("baseline", SOLVER))
         return sum(t.score is not None or t.state == "out_of_memory" for t in candidates)
 
     @property
     def scored(self) -> list[Trial]:
-        """Trials with a measurement (in a simulated search: a simulation), fitting or not."""
+        """Trials with a measurement, or a simulation in a simulated search, whether they fit or not."""
         return [t for t in self.all if t.score is not None]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What people should know of the steps that were measured."""
+        """A warning where the loss of a measured step was not finite."""
         numbers = all(t.measured is None or t.measured.loss_is_finite for t in self.all)
         return () if numbers else (_NO_NUMBER,)
 
@@ -172,26 +173,26 @@ def peak_of_trial(trial: Trial) -> int:
 
 
 # -- which of several equally fast plans a search names --------------------------------------------------------------
-# The leanest, and among equally lean ones the simplest. Predictions and measurements have errors. Within these errors
-# of the fastest step a larger peak buys nothing, and more kinds of choices only make a plan harder to review and a
-# compiled model larger.
+# The leanest, and among equally lean plans the simplest. Predictions and measurements have errors. Within these errors
+# of the fastest step a larger peak buys nothing, and more kinds of choices only make a plan harder to review.
 
 AS_FAST = 0.005
 """Share of the step: plans within it of the fastest count as equally fast."""
 AS_LEAN = 0.016
-"""Share of the budget: peaks within it of the leanest count as equal. The error of predicted peaks on real cards."""
+"""Share of the budget: peaks within it of the leanest count as equal, as predicted peaks err by as much on real
+cards."""
 
 NAMED = "of equally fast plans the leanest is named, of equally lean ones the simplest"
 
 
 def complexity(choices: Mapping[str, Choice]) -> int:
-    """Distinct choices besides saving, plus runs of consecutive units that make the same choice."""
+    """Distinct choices besides saving, plus groups of consecutive units with the same choice."""
     others = dict.fromkeys(choice for choice in choices.values() if choice != SAVE)
     return len(others) + sum(1 for _ in groupby(choices.values()))
 
 
 def preferred(plans: Sequence[Trial], seconds: Mapping[int, float], budget_bytes: int, error: float = AS_FAST) -> Trial:
-    """The plan to name among ``plans``, which all fit.
+    """The plan that the search names among ``plans``, which all fit.
 
     ``seconds`` are their step times by trial number, known within ``error``, a share. No other plan is faster by more
     than that without a larger peak, nor leaner by more than ``AS_LEAN`` of ``budget_bytes`` without a longer step.

@@ -1,4 +1,4 @@
-"""Where candidates come from: an exact solver steered by Optuna, or splits of the layers for compiled steps."""
+"""What a search tries next: the exact solver's plans steered by Optuna, or split plans for compiled steps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import suppress
 
 
 def _import_optuna() -> None:
-    """And its optimizer of acquisition functions, which it would import when a Gaussian process first proposes."""
-    with suppress(ImportError):  # whoever needs it says what is missing
+    """Import optuna and the part of its Gaussian process that it would import at the first proposal."""
+    with suppress(ImportError):  # the module that needs it raises
         optuna = importlib.import_module("optuna")
-        optuna.logging.set_verbosity(optuna.logging.ERROR)  # it warns of packages that nobody needs
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # it warns of optional packages
         importlib.import_module("optuna._gp.batched_lbfgsb")
 
 
-# Optuna keeps the exceptions of optional imports that failed, and they the frames of everybody who was calling: a model
-# would never be freed after `autockpt.search`. Nobody calls a thread.
+# Optuna keeps the exceptions of optional imports that failed, and these keep the frames of all callers: a model would
+# never be freed after `autockpt.search`. A thread has no callers.
 _thread = threading.Thread(target=_import_optuna)
 _thread.start()
 _thread.join()

@@ -1,4 +1,7 @@
-"""Optuna behind one small class: ask for parameters, report what was measured. The only importer of optuna."""
+"""The sampler of the solver's knobs: Optuna behind one small class that asks for parameters and reports results.
+
+No other module imports optuna.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +31,27 @@ RANGES = {
     "offload_price": FloatDistribution(0.1, 5.0, log=True),
     HIDDEN_COPIES: FloatDistribution(0.0, 1.0),
 }
-"""The knobs: the share of the budget that the solver leaves free, factors on what choices cost in seconds (copies may
-hide behind more than the profile counts on), and the copies that hide behind other layers' compute."""
+"""The knobs: the share of the budget that the solver leaves free, factors on the seconds of choices (copies may hide
+behind more than the profile assumes), and the share of copies that overlap other layers' compute."""
 NEUTRAL: Parameters = {"margin": 0.0, "recompute_price": 1.0, "offload_price": 1.0, HIDDEN_COPIES: 0.0}
 """The values that change nothing."""
 
 
 def knobs_for(kinds: Container[str], *, copies_hide: bool) -> list[str]:
-    """The knobs of a search among these kinds of choices; ``copies_hide``: the device copies during compute."""
+    """The knobs that matter for these kinds of choices; ``copies_hide``: copies overlap compute on the device."""
     offloads = "offload" in kinds
     used = {"recompute_price": "recompute" in kinds, "offload_price": offloads, HIDDEN_COPIES: offloads and copies_hide}
     return [knob for knob in RANGES if used.get(knob, True)]
 
 
 class Study:
-    """One study of the ``knobs`` that steer the solver.
+    """One Optuna study of the ``knobs`` that steer the solver.
 
-    ``storage`` None keeps it in memory. The study ``name`` belongs to one run, which no second process works on: trials
-    that a killed search of this run left are marked as failed.
+    ``storage`` None keeps it in memory. The study ``name`` belongs to one run, which is locked. So trials that are
+    still running were left by a killed search, and are marked as failed.
 
     A trial that ran out of memory or over the budget is reported as complete, with its predicted time and a positive
-    violation: reported as failed it would teach the sampler nothing.
+    constraint violation: a failed trial would teach the sampler nothing.
     """
 
     def __init__(self, sampler: BaseSampler, knobs: Iterable[str], *, name: str, storage: str | None) -> None:
@@ -65,24 +68,24 @@ class Study:
                 self._study.tell(trial.number, state=TrialState.FAIL)
 
     def leave_out(self, knob: str) -> None:
-        """From now on points have no such number; nothing happens where they had none."""
+        """Stop sampling this knob, if it was sampled."""
         self.knobs = [known for known in self.knobs if known != knob]
 
     def enqueue(self, points: Iterable[Mapping[str, Any]]) -> None:
-        """Try these points before the sampler's own, again where they were tried: what they mean may have changed."""
+        """Try these points before the sampler's own, even if tried before: their plans may have changed since."""
         self._queue.extend(points)
 
     def ask(self) -> tuple[int, Parameters]:
         """The next point to try: Optuna's trial number and its parameters."""
         with _in_words(self._storage), warnings.catch_warnings(action="ignore"):
-            if self._queue:  # one at a time: what is not asked for leaves no trace in the study
+            if self._queue:  # one at a time: points that are never asked for leave no trace in the study
                 self._study.enqueue_trial(dict(self._queue.popleft()))
             trial = self._study.ask({knob: RANGES[knob] for knob in self.knobs})
         self._open[trial.number] = trial
         return trial.number, dict(trial.params)
 
     def tell(self, number: int, seconds: float, violation: float, record: Trial) -> None:
-        """What became of it: step seconds (measured, or predicted where it did not fit) and the budget's violation.
+        """Report a result: step seconds (measured, or predicted where it did not fit) and the violation of the budget.
 
         ``violation`` is (peak − budget) / budget: zero or less where the plan fits.
         """
@@ -98,19 +101,19 @@ class Study:
             self._study.tell(trial, seconds)
 
     def fail(self, number: int) -> None:
-        """The trial could not be completed for a reason that says nothing about its parameters."""
+        """Report that a trial failed for a reason that has nothing to do with its parameters."""
         with _in_words(self._storage):
             self._study.tell(self._open.pop(number), state=TrialState.FAIL)
 
 
 @contextmanager
 def _in_words(storage: str) -> Iterator[None]:
-    """Turn whatever the database driver raises into an error for people; a password in its URL is not repeated."""
+    """Turn any error of the database driver into RunDirectoryError, without the password of its URL."""
     try:
         yield
     except Exception as error:
         shown = without_passwords(storage)
-        # what the system or the database said is behind what Optuna makes of it
+        # the error of the system or the database is among the causes of Optuna's
         if any(getattr(one, "errno", None) in FULL or "disk is full" in str(one) for one in chained(error)):
             raise RunDirectoryError(
                 f"the disk with the Optuna study at {shown} is full",

@@ -1,6 +1,7 @@
-"""Candidates by the exact solver, steered by knobs that Optuna searches.
+"""Candidates by the exact solver, steered by a few knobs that Optuna samples.
 
-Measured trials correct the cost coefficients that the solver plans with.
+Measured trials correct the cost coefficients that the solver plans with. So one number per kind of choice is searched,
+instead of one choice per layer.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ from autockpt.tuning.trials import (
 )
 
 MARGINS = (0.0, 0.02, 0.05)  # shares of the budget that are left free in the plans that are tried first
-HIDING_CALLS = 3  # ghost runs spent on the plan that hides copies, and on the one that does not, to compare them
-REFITS = (1, 3, 6)  # after so many scored candidates the solver's plans are asked for again, at the fitted coefficients
+HIDING_CALLS = 3  # ghost runs for the plan that hides copies, and for the one that does not, to compare them
+REFITS = (1, 3, 6)  # numbers of scored candidates after which the first points are tried again, with fitted costs
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
-SIMPLE_WORTH = 0.1  # of the step: simple plans that should be slower than the best of them by more are not tried
+SIMPLE_WORTH = 0.1  # of the step: simple plans that are predicted to be slower than their best by more are not tried
 MOST_SIMPLE = 2
 SURE = 0.05  # of the step: predictions of baselines are off by less
 FEW_RUNS = 3
-CLOSE = 1.1  # of the budget: a plan that would reserve more is most likely too large whatever is given back
-MOST_REPEATS = 12  # plans in a row that are known already: then the space offers no more
-SIMULATED_REPEATS = 4  # the same of a simulation: without noise the coefficients are right from the start
+CLOSE = 1.1  # of the budget: a plan that reserves more is most likely too large even if the allocator frees its cache
+MOST_REPEATS = 12  # known plans in a row after which the search ends
+SIMULATED_REPEATS = 4  # the same in a simulation, where the coefficients are right from the start
 MOST_MISSES = 3  # candidates of a simulation that do not fit
 
 
 class SolverProposer(Proposer):
-    """Plans of the solver for one request; what is predicted of them comes from ghost runs and op times.
+    """Proposes plans of the solver for one request; their predictions come from ghost runs and op times.
 
-    ``seeds`` are plans to try early, by name. The ``clock``'s listener sees ghost runs where few candidates take many,
-    and its time limit makes them fewer.
+    ``seeds`` are plans to try early, by name. The ``clock`` limits the number of ghost runs, and its listener is told
+    of them where a candidate takes many.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class SolverProposer(Proposer):
         self._ghost_seconds = 0.0  # of the last ghost run
 
     def begin(self) -> None:
-        """Ghost-run the baselines, and find the leanest.
+        """Ghost-run the baselines, find the leanest plan, and open the study.
 
-        Refuses a budget in bytes below what any plan needs, and a study that cannot be opened, before any step.
+        Raises InfeasibleError for a budget in bytes that no plan fits, RunDirectoryError for a study that cannot be
+        opened, both before any step.
         """
         lean_calls = min(LEAN_CALLS, max(2, self.target.scoring.checks // 2))
         baselines, budget, predictor = self.baselines, self.request.budget, self.cost_model.predictor
@@ -114,7 +116,7 @@ class SolverProposer(Proposer):
         self.study = Study(sampler, knobs, name=name, storage=storage)
 
     def baseline_candidates(self, loop: Loop) -> Iterator[Candidate]:
-        """The baselines; the two that say what the budget means even where the limits are used up."""
+        """The baselines. The two that define a relative budget are tried even after a limit is reached."""
         for name, choices in self.baselines.items():
             if name in (NONE, ALL) or not loop.used_up():
                 candidate = self._candidate(choices, name, "baseline")
@@ -123,9 +125,10 @@ class SolverProposer(Proposer):
             raise self.infeasible()
 
     def _is_outclassed(self, candidate: Candidate) -> bool:
-        """Whether a baseline is no rival: it should not fit, or be slower than another one that should.
+        """Whether a baseline is predicted not to fit, or to be slower than another one that fits.
 
-        Never one of the two that say what the budget means. Late, not all the others were ghost-run: they do not count.
+        Never for the two that define a relative budget. Baselines that were not ghost-run for lack of time do not
+        count.
         """
         ours, most, predictor = candidate.predicted, self._budget.bytes, self.cost_model.predictor
         assert ours is not None
@@ -139,7 +142,7 @@ class SolverProposer(Proposer):
     # -- the budget ---------------------------------------------------------------------------------------------------
 
     def resolve(self, stopped: str) -> bool:
-        """The budget by this job's own peaks, measured where they could be."""
+        """Resolve the budget by this job's own peaks, measured where they could be."""
         running = {name: c for name, c in self.baselines.items() if not self.cost_model.predictor.over_host(c)}
         peaks = {name: peak_of_trial(t) for name, c in running.items() if (t := self.trials.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
@@ -156,9 +159,9 @@ class SolverProposer(Proposer):
         return any(item.choice.gathered for menu in self.cost_model.profile.menus for item in menu.items)
 
     def _learn_budget(self) -> None:
-        """A simulated allocator that is kept to the budget may make do with less than one that is not.
+        """Predict with an allocator that is limited to the budget, which may reserve less than an unlimited one.
 
-        What ghost runs seem to miss takes its share of the same budget.
+        Bytes that ghost runs were seen to miss are subtracted from that budget.
         """
         self.cost_model.keep_within(self._usable_bytes - unseen_bytes(self.trials.scored))
         for trial in self.trials.scored:
@@ -168,7 +171,7 @@ class SolverProposer(Proposer):
 
     @property
     def _budget(self) -> ResolvedBudget:
-        """In bytes; before the baselines have run a guess."""
+        """The budget in bytes; a guess before the baselines have run."""
         assert self.trials.budget is not None
         return self.trials.budget
 
@@ -180,22 +183,22 @@ class SolverProposer(Proposer):
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def candidates(self, loop: Loop) -> Iterator[Candidate]:
-        """Plans from elsewhere and simple ones, the solver's at the sampler's points, and last simpler or leaner ones.
+        """Plans to start from and simple plans, the solver's at the sampler's points, finally simpler or leaner ones.
 
-        If tracing and profiling used up the time limit, one solver plan is still tried.
+        One plan of the solver is tried even if tracing and profiling used up the time limit.
         """
         measures, tried, repeats = self.target.scoring.measures, 0, 0
         most = MOST_REPEATS if measures else SIMULATED_REPEATS
-        # the listener sees ghost runs pass where few candidates take many
+        # in a simulation progress counts ghost runs
         with self.cost_model.predictor.watched(Silence() if measures else self.clock.listener):
             for candidate in self._first():
                 if self.trials.find(candidate.choices) is None and not loop.used_up():
                     yield candidate
             one_late = not self.trials.spent
             while not loop.used_up(one_late=one_late):
-                if repeats >= most and loop.over("the space offers no further plan within the budget"):
+                if repeats >= most and loop.stop_if("the space offers no further plan within the budget"):
                     break
-                if loop.over(self._nothing_left()):
+                if loop.stop_if(self._nothing_left()):
                     break
                 number, candidate = self._propose()
                 repeats, one_late = repeats + 1, False
@@ -210,20 +213,22 @@ class SolverProposer(Proposer):
                 yield candidate
 
     def _first(self) -> Iterator[Candidate]:
-        """Plans from elsewhere, whatever they cost there: here they are ghost-run and scored like any other."""
+        """The plans to start from and simple plans; then the sampler's first points are set."""
         for name, choices in self.seeds.items():
             fits = self._predict(choices).peak_bytes <= self._budget.bytes
             yield self._candidate(choices, name, "seed", fits=fits)
-        if self.target.scoring.measures:  # their steps teach what choices cost; simulated ones teach nothing
+        if self.target.scoring.measures:  # measured steps correct the costs
             yield from self._simple()
         seeds = self._seeds()
-        if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try some of them either
+        if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try it either
             self.study.leave_out(HIDDEN_COPIES)
         self.study.enqueue(seeds)
 
     def _simple(self) -> list[Candidate]:
-        """Plans that people write by hand: of every kind of choice the best on the first or last layers alone, and the
-        best plan in two runs of layers. Those that are predicted to be slow are left out."""
+        """Split plans, as people write them by hand: the best for each kind of choice and saving, and the best of all.
+
+        Plans that are predicted to be slow are left out.
+        """
         problem = self._problem(self._fit.scale, 0)
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda *_: True]
@@ -237,8 +242,8 @@ class SolverProposer(Proposer):
         return [self._of_solver(plan) for plan in near[:MOST_SIMPLE]]
 
     def _last(self) -> Iterator[Candidate]:
-        """Simple plans where they were not tried at first; then the leanest plan that is as fast as the best by its
-        cost coefficients, and plans in two runs that are."""
+        """Simple plans, unless they were tried at first; then the leanest plan and split plans that are as fast as the
+        best by the fitted costs."""
         if not self.target.scoring.measures:
             yield from self._simple()
         best = self.trials.best
@@ -262,11 +267,11 @@ class SolverProposer(Proposer):
                 yield self._of_solver(plan)
 
     def _two_runs(self, problem: Problem, accept: Accept = lambda *_: True) -> Assignment | None:
-        """The fastest plan in two runs of layers whose ghost run fits."""
+        """The fastest split plan whose ghost run fits."""
         return refine_split(problem, self._check, accept, max_calls=self._affordable(SIMPLE_CALLS))
 
     def _of_solver(self, plan: Assignment) -> Candidate:
-        """A plan that no sampler asked for, named by its runs of layers where they are few."""
+        """A plan that no sampler asked for, named by its groups of layers where they are few."""
         choices = self.cost_model.plan(plan.choices)
         runs = [(choice.kind, len(list(run))) for choice, run in groupby(choices.values())]
         name = ", ".join(f"{count} {kind}" for kind, count in runs) if len(runs) <= FEW_RUNS else "leaner, as fast"
@@ -274,7 +279,7 @@ class SolverProposer(Proposer):
         return self._candidate(choices, name, SOLVER, fits=fits)
 
     def _candidate(self, choices: Mapping[str, Choice], name: str, encoding: str, *, fits: bool = True) -> Candidate:
-        """A plan with its prediction. It is not measured where that does not fit, or ``fits`` is False."""
+        """A plan with its prediction. It is not measured if that does not fit or ``fits`` is False."""
         predicted, score = self._predict(choices), None
         if self.cost_model.predictor.over_host(choices):
             score = Score("predicted_over", message=f"{format_bytes(predicted.host_bytes)} on the host")
@@ -293,7 +298,7 @@ class SolverProposer(Proposer):
         return number, replace(candidate, parameters=parameters)
 
     def _tell(self, number: int, trial: Trial | None) -> None:
-        """Seconds and violation: measured where there is a measurement, predicted where it did not fit."""
+        """Report a trial to the sampler: measured where there is a measurement, predicted where it did not fit."""
         reading = trial and (trial.measured or trial.predicted)
         if trial is None or reading is None or reading.step_seconds is None:
             self.study.fail(number)
@@ -303,7 +308,7 @@ class SolverProposer(Proposer):
         self.study.tell(number, reading.step_seconds, violation, trial)
 
     def _nothing_left(self) -> str:
-        """Why no better plan can be found; empty where one can."""
+        """Why no better plan can be found; empty if one may be."""
         tried = [t for t in self.trials.all if t.encoding == KNOBS]
         if not self.target.scoring.measures and (any(t.feasible for t in tried) or len(tried) >= MOST_MISSES):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
@@ -312,7 +317,7 @@ class SolverProposer(Proposer):
         return ""
 
     def _beaten(self) -> bool:
-        """Whether the refitted solver's optimum, less the largest error seen of its predictions, is beaten already."""
+        """Whether the best trial is faster than the solver's optimum at fitted costs, less the largest error seen."""
         best = self.trials.best
         candidates = [t for t in self.trials.scored if t.encoding not in ("baseline", SOLVER)]
         if best is None or best.score is None or len(candidates) < len(MARGINS):
@@ -326,9 +331,9 @@ class SolverProposer(Proposer):
         return best.score_seconds * (1 - noise) <= bound
 
     def _found(self) -> bool:
-        """Whether the refitted solver's plan, or one as fast, was tried and took what it should within its noise.
+        """Whether the solver's plan at fitted costs, or one as fast, was tried and was as fast as predicted.
 
-        Not where copies may hide behind more than the coefficients say.
+        Not while copies may hide behind more compute than the coefficients say.
         """
         if HIDDEN_COPIES in self.study.knobs or not any(t.encoding == KNOBS for t in self.trials.scored):
             return False
@@ -347,41 +352,44 @@ class SolverProposer(Proposer):
         return fit(self.unscaled_problem, self.trials.scored)
 
     def _problem(self, prices: Mapping[str, float], free: int, hidden: float = 0.0) -> Problem:
-        """The planning problem at these coefficients, with ``free`` bytes of the budget left unused.
+        """The planning problem at these cost factors, with ``free`` bytes of the budget left unused.
 
-        ``hidden``: the share of the link's time for which copies of units on offload hide.
+        ``hidden`` is the share of the link's time in forward that copies may take which hide behind compute.
         """
         return self.cost_model.problem(self._ghost_run_bytes - free, prices, hidden=hidden)
 
     @property
     def _ghost_run_bytes(self) -> int:
-        """Most bytes that a ghost run may show: the budget less the context and less what ghost runs seem to miss."""
+        """The most bytes that a ghost run may hold: the budget less the context and what ghost runs were seen to
+        miss."""
         return self._usable_bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
 
     @property
     def _usable_bytes(self) -> int:
-        """The budget, at most what the device has free: a share of this job's own peak may be more than that."""
+        """The budget, or what is free on the device where that is less."""
         return min(self._budget.bytes, self.available_bytes)
 
     def _predict(self, choices: Mapping[str, Choice]) -> Prediction:
         return self.cost_model.predictor.predict(choices)
 
     def _check(self, choices: Mapping[str, Choice]) -> Checked:
-        """What the ghost run of a plan says."""
+        """Check a plan by its ghost run."""
         fresh, began = self.cost_model.predictor.known(choices) is None, self.clock.elapsed
         checked = self.cost_model.check(choices)
         self._ghost_seconds = self.clock.elapsed - began if fresh else self._ghost_seconds
         return checked
 
     def _affordable(self, calls: int) -> int:
-        """So many ghost runs, or as many as a quarter of the time left is enough for; at least one."""
+        """``calls`` ghost runs, or as many as fit a quarter of the time left; at least one."""
         if self._ghost_seconds > 0:
             calls = int(min(calls, self.clock.seconds_left / 4 / self._ghost_seconds))
         return max(1, calls)
 
     def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
-        """The solver's plan under these knobs, and whether its ghost run fits; ``<kind>_price`` is a factor on the
-        coefficients fitted to measurements so far."""
+        """The solver's plan with these knobs, and whether its ghost run fits.
+
+        ``<kind>_price`` is a factor on the fitted costs.
+        """
         scale, free = self._fit.scale, int(self._usable_bytes * float(parameters.get("margin", 0.0)))
         kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | {*scale}
         prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
@@ -397,11 +405,11 @@ class SolverProposer(Proposer):
         return found.choices, fits_host and found.checked.peak_bytes <= problem.budget_bytes + free
 
     def _seeds(self) -> list[Parameters]:
-        """Points at which the solver's plans are tried first: the profile as it is with several margins; before these
-        all the copies hidden that the link has the time for, where that plan should be faster.
+        """The sampler's first points: the costs as they are, with several margins; before these the point with all
+        copies hidden that the link has time for, where its plan is predicted to be faster.
 
-        The solver's coefficients add up, as if every unit had only its own compute to hide its copies behind; the
-        simulated step of a plan sees the whole schedule.
+        The solver adds up costs per unit, as if each had only its own compute to hide its copies behind. The simulated
+        step of a plan knows the whole schedule.
         """
         neutral = {knob: NEUTRAL[knob] for knob in self.study.knobs}
         plain: list[Parameters] = [{**neutral, "margin": margin} for margin in MARGINS]
@@ -411,12 +419,12 @@ class SolverProposer(Proposer):
         return [hidden, *plain] if self._simulated(hidden) < self._simulated(plain[0]) else plain
 
     def _simulated(self, parameters: Parameters) -> float:
-        """Simulated step seconds of the solver's plan under these knobs; infinite where none was found that fits."""
+        """Simulated step seconds of the solver's plan with these knobs; infinite if no plan fits."""
         choices, fits = self._solved(parameters, HIDING_CALLS)
         seconds = self._predict(choices).step_seconds
         return seconds if fits and seconds is not None else math.inf
 
 
 def _of_kind(kind: str, front: Choice, back: Choice) -> bool:
-    """Whether one run of layers makes a choice of this kind and the other saves."""
+    """Whether one part of a split plan makes a choice of this kind and the other saves."""
     return {front.kind, back.kind} == {kind, SAVE.kind}

@@ -23,24 +23,24 @@ from autockpt.tuning.targets.compiled import Compiled
 from autockpt.tuning.trials import Candidate, Plans, Trials
 
 FRACTIONS = (0.8, 0.6, 0.4, 0.2)
-"""Budgets that are measured for all layers alike before anything else."""
+"""Compile budgets that are measured on all layers."""
 LONGER = (
     "Allow more --timeout or --trials; what was compiled and measured is kept, and the same command goes on from it."
 )
 
 
 def named(choice: Choice) -> str:
-    """A choice in words."""
+    """A choice as text."""
     return f"budget {choice.fraction:g}" if isinstance(choice, CompileBudget) else choice.kind
 
 
 def proposals(
     layers: Sequence[str], tried: Sequence[Trial], budget_bytes: int, *, one_graph: bool = False
 ) -> list[dict[str, Choice]]:
-    """Plans in two runs that should fit and be faster than the best measured one that does, fastest first.
+    """Split plans that should fit and be faster than the best measured plan that fits, fastest first.
 
-    Of every two choices that were measured on all layers alike, the fastest plan that should fit. One graph has one
-    budget, so with ``one_graph`` only the other layers may be on one.
+    For every two choices that were measured on all layers it is the fastest that should fit. A graph has a single
+    compile budget, so with ``one_graph`` only one part of a plan may have one.
     """
     plans = [({name: t.choices.get(name, SAVE) for name in layers}, t.measured) for t in tried if t.measured]
     plans = [(choices, cost) for choices, cost in plans if len(list(groupby(choices.values()))) <= 2]
@@ -63,7 +63,7 @@ def proposals(
 
 
 def _problem(layers: Sequence[str], uniform: Mapping[Choice, Measurement], base: float) -> Problem:
-    """A step in which every layer has its share of what the measured ``uniform`` plans need above the leanest."""
+    """A planning problem in which every layer has an equal share of the costs of the measured ``uniform`` plans."""
     least = min((cost.peak_bytes for cost in uniform.values()), default=0)
     options = tuple(
         Option(
@@ -81,11 +81,10 @@ def _problem(layers: Sequence[str], uniform: Mapping[Choice, Measurement], base:
 
 @dataclass(eq=False)
 class SplitProposer(Proposer):
-    """Baselines, uniform budgets, then what should be best by all that was measured, until nothing should be
-    faster.
+    """Proposes baselines, uniform compile budgets, then split plans until none should be faster.
 
-    Every plan is measured. Nothing is predicted: ghost runs see eager ops, neither what a compiler fuses nor what its
-    partitioner saves. ``layers`` are names of units in order, ``room`` the device's bytes.
+    Every plan is measured, and costs are fitted to the measurements. ``layers`` are names of units in order, ``room``
+    is the device's free memory in bytes.
     """
 
     request: SearchRequest
@@ -99,21 +98,21 @@ class SplitProposer(Proposer):
     def __post_init__(self) -> None:
         kinds = self.request.space.choices
         self.baselines = baseline_plans(self.layers, kinds)
-        if self.target.mode == "model":  # where every plan is compiled again, one that is seldom good is not worth it
+        if self.target.mode == "model":  # where every plan is compiled anew, and this one is rarely good
             self.baselines.pop(EVERY_2, None)
         alike: list[Choice] = [Selective()] if Selective().kind in kinds else []
         alike += [CompileBudget(fraction=f) for f in FRACTIONS] if RECOMPUTE.kind in kinds else []
         self.baselines |= {named(choice): dict.fromkeys(self.layers, choice) for choice in alike}
 
     def baseline_candidates(self, loop: Loop) -> Iterator[Candidate]:
-        """The baselines, then the same budget for all layers, as long as the compiler takes budgets."""
+        """The baselines, then uniform compile budgets as long as the compiler accepts them."""
         for name, choices in list(self.baselines.items()):
             if name not in self.baselines:
                 continue
             if self.trials.find(choices) is not None or not loop.used_up():
                 yield Candidate(choices, name)
             if not self.trials.scored and not loop.used_up() and not self._memory_ran_out:
-                raise self._failure("")  # the rest would fail alike
+                raise self._failure("")  # the others would fail for the same reason
             if self.target.refuses_budgets:
                 self.baselines = {name: plan for name, plan in self.baselines.items() if not name.startswith("budget ")}
 
@@ -129,7 +128,7 @@ class SplitProposer(Proposer):
                 f"measured: {stopped}",
                 remedy=LONGER,
             )
-        # recomputing everything, with which every run begins, so that all mean the same budget; else the least there is
+        # the leanest plan is recomputing everything, so that a relative budget means the same in every run
         none = self._trial(NONE)
         top = none.measured.peak_bytes if none is not None and none.measured is not None else self.room
         least = lean.measured.peak_bytes if lean is not None and lean.measured is not None else self.smallest_peak
@@ -148,7 +147,7 @@ class SplitProposer(Proposer):
         return any(trial.state == "out_of_memory" for trial in self.trials.all)
 
     def _failure(self, stopped: str) -> AutockptError:
-        """Why not one step could be measured."""
+        """The error where no step at all could be measured."""
         whys = [trial.message for trial in self.trials.all if trial.message]
         if self._memory_ran_out:
             return out_of_memory("no compiled step runs", whys[-1])
@@ -168,7 +167,7 @@ class SplitProposer(Proposer):
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def candidates(self, loop: Loop) -> Iterator[Candidate]:
-        """Plans from elsewhere; then what should be best by all that was measured."""
+        """The plans to start from; then split plans by the costs measured so far."""
         for name, choices in self.seeds.items():
             if not loop.used_up():
                 yield Candidate(dict(choices), name, "seed")
@@ -178,7 +177,7 @@ class SplitProposer(Proposer):
             plans = proposals(self.layers, self.trials.scored, self.trials.budget_bytes, one_graph=one_graph)
             untried = [plan for plan in plans if self.trials.find(plan) is None]
             if not untried:
-                loop.over("the space offers no further plan within the budget")
+                loop.stop_if("the space offers no further plan within the budget")
                 return
             front, *others = untried[0].values()
             name = f"first {1 + others.count(front)} {named(front)}, then {named(others[-1])}"
