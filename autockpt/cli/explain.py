@@ -160,7 +160,7 @@ def _chart(said: Explanation, console: Console) -> None:
 
 def _alive(said: Explanation, width: int) -> Table:
     table = plain_table(">all", "", "made by", "<in", "shape", *(["what for"] if width >= WIDE else []))
-    table.columns[3].min_width = 24
+    table.columns[4].no_wrap = True
     for a in said.moment.alive[:ALIVE]:
         count = f"×{a.count}" if a.count > 1 else ""
         purpose = [a.purpose] if width >= WIDE else []

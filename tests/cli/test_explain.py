@@ -134,8 +134,12 @@ def curve() -> Curve:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_an_explanation_on_screen(width: int, explanation: Explanation) -> None:
-    text = printed(print_explanation, explanation, width=width)
+    names = {"op": "_log_softmax_backward_data", "units": "model.layers.0-15", "place": "self_attn.q_proj"}
+    wide = explanation.moment.alive[0].model_copy(update={**names, "shape": (4096, 128256), "dtype": "bfloat16"})
+    moment = explanation.moment.model_copy(update={"alive": (wide,)})
+    text = printed(print_explanation, explanation.model_copy(update={"moment": moment}), width=width)
     lines = text.splitlines()
+    assert "4096×128256 bfloat16" in text
     assert all(len(line) <= width for line in lines) and "…" not in text and "\x1b" not in text
     assert len(lines) < 100, "two screens"
     said = " ".join(text.split())
