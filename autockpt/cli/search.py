@@ -253,8 +253,7 @@ def _cells(row: AnswerRow) -> list[Text | str]:
             if plan.predicted.step_seconds is not None:
                 step.append(f"\n~{words.seconds(plan.predicted.step_seconds)}", style="dim not bold")
     elif known is not None:
-        size, over = format_binary(known.peak_bytes), row.verdict in ("over_budget", "out_of_memory")
-        peak = Text(f"does not fit\n(simulated {size})" if over else f"simulated {size}")
+        peak = Text(f"~{format_binary(known.peak_bytes)}")
     if row.overhead is not None:
         overhead = Text(f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}")
         if 0 < row.overhead_noise < words.USELESS_NOISE:

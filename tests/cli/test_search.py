@@ -238,11 +238,10 @@ def test_everything_that_matters_is_there() -> None:
 
 def test_save_everything_that_does_not_fit_says_so() -> None:
     text = printed(outcome(none_fits=False))
-    assert "OOM" in cells(text, "none") and "does not fit" in cells(text, "none")
-    assert "(simulated 612 MiB)" in text and "~409 ms" in cells(text, "none")
+    assert all(word in cells(text, "none") for word in ("OOM", "~612 MiB", "~409 ms"))
     assert "~+10.3 %" in cells(text, "ours") and "~ simulated, not measured" in text
     unmeasured = outcome(rows=(row("none", "not_measured", 612, 0.4, None), row("ours", "fits", 441, 0.5, None)))
-    assert "does not fit" in cells(printed(unmeasured), "none") and " no " in cells(printed(unmeasured), "none")
+    assert "~612 MiB" in cells(printed(unmeasured), "none") and " no " in cells(printed(unmeasured), "none")
 
 
 def test_all_stages_stand_in_one_table() -> None:
@@ -267,7 +266,7 @@ def test_ranks_are_shown_where_they_differ() -> None:
 
 def test_a_simulated_answer_shows_no_measurement() -> None:
     text = printed(outcome(simulated=True))
-    assert "simulated 441 MiB" in cells(text, "ours") and "Nothing was measured" in text
+    assert "~441 MiB" in cells(text, "ours") and "Nothing was measured" in text
     assert "±" not in text and "31 trials simulated" in text
 
 
