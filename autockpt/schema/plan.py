@@ -421,10 +421,10 @@ def _check_role(name: str | None, entry: Entry[Choice], role: UnitRole) -> None:
     """Raise PlanError where a line's choice is not for the kind of unit that it names."""
     if role not in entry.value.roles:
         here, them = ("the output head", "it") if role == "head" else ("no output head", "layers")
-        raise PlanError(
-            entry.located(f"{entry.value} cannot be used on {name}, which is {here}"),
-            remedy=f"Choices for {them}: {', '.join(choice_kinds(role))}.",
-        )
+        remedy = f"Choices for {them}: {', '.join(choice_kinds(role))}."
+        if entry.value.roles == ("head",):
+            remedy += " A model of your own names its head by a method `get_output_embeddings()`."
+        raise PlanError(entry.located(f"{entry.value} cannot be used on {name}, which is {here}"), remedy=remedy)
 
 
 def _names(pattern: str, name: str) -> bool:

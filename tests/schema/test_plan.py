@@ -239,8 +239,9 @@ def test_the_output_head_is_known_in_a_wrapped_model() -> None:
     ],
 )
 def test_choices_on_the_wrong_side_of_the_head_are_refused(choices: dict[str, Choice]) -> None:
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError) as refused:
         Plan(choices=choices).expand(["h.0"], "lm_head")
+    assert ("get_output_embeddings" in refused.value.remedy) == ("lm_head" not in choices)
 
 
 def with_sets() -> Plan:
