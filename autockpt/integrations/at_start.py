@@ -14,11 +14,10 @@ from tqdm.auto import tqdm
 from autockpt.errors import AutockptError, MeasurementError, UsageError
 from autockpt.integrations.rows import OWN, largest_batch, lengths_here
 from autockpt.progress import LineListener
-from autockpt.runtime import Handle, apply
+from autockpt.runtime import Handle, apply, plan_of
 from autockpt.schema import words
 from autockpt.schema.plan import Plan, applied
 from autockpt.schema.request import SearchOutcome
-from autockpt.schema.run_directory import plan_at
 from autockpt.tuning import answer, search_request
 from autockpt.workload import Step
 
@@ -39,7 +38,9 @@ class PlanCallback:
     search has; PlanError for a malformed plan.
     """
 
-    def __init__(self, plan: Plan | str | Path | None = None, *, budget: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, plan: Plan | Mapping[str, Any] | str | Path | None = None, *, budget: str | None = None, **options: Any
+    ) -> None:
         super().__init__()
         self.handle: Handle | None = None
         self.plan: Plan | None = None  # yet to be found
@@ -57,7 +58,7 @@ class PlanCallback:
                 remedy=f"Next to budget= it takes {', '.join(f'{name}=' for name in _OPTIONS)}.",
             )
         if plan is not None:
-            self.plan = plan if isinstance(plan, Plan) else plan_at(Path(plan))
+            self.plan = plan_of(plan)
             return
         assert budget is not None
         lengths = options.pop("lengths", None)

@@ -2,5 +2,5 @@
 
 from autockpt.policies.base import Session, attached_path, remove
 from autockpt.policies.check_report import Proof
-from autockpt.runtime.apply import Handle, apply, choices_for
+from autockpt.runtime.apply import Handle, apply, choices_for, plan_of
 from autockpt.runtime.session import attach, without_kv_cache

@@ -101,6 +101,11 @@ def _read(model: nn.Module, plan: Plan | Mapping[str, Any] | str | Path) -> Plan
             remedy="Give the model that trains, and then a plan file's path, a Plan, or choices by unit name: "
             "autockpt.apply(model, {'model.layers.0': 'recompute'}).",
         )
+    return plan_of(plan)
+
+
+def plan_of(plan: Plan | Mapping[str, Any] | str | Path) -> Plan:
+    """A plan, its file, a run's directory, or choices by unit name, as data. Raises PlanError where it is malformed."""
     if isinstance(plan, Mapping):
         return with_plan_errors(Plan.model_validate, {"choices": dict(plan)})
     return plan if isinstance(plan, Plan) else plan_at(Path(plan))

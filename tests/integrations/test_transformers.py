@@ -187,7 +187,7 @@ def test_checkpointing_in_fsdp_config_is_an_error_as_well(tmp_path, spelling):
 
 def test_a_plan_of_another_model_is_found_before_training(tmp_path):
     with raises(PlanError, "h.0"):
-        trainer(tmp_path, LLAMA.make(), [AutockptCallback(Plan(choices={"h.0": "recompute"}))]).train()
+        trainer(tmp_path, LLAMA.make(), [AutockptCallback({"h.0": "recompute"})]).train()
 
 
 @pytest.mark.parametrize("adapters", [False, True])
