@@ -71,11 +71,15 @@ GhostProcess.fork = _fork_with_full_caches  # type: ignore[method-assign]
 class _ForkedChild(Child):
     """Its ``spawn`` forks this process, which has imported what a fresh one would import for three seconds.
 
-    The real one has tests of its own, and stands behind whatever is started as a program.
+    The real one has tests of its own, and stands behind whatever is started as a program, and where this process uses
+    an accelerator, which a fork could not use.
     """
 
     @classmethod
     def spawn(cls, module: str, *descriptors: int, log: IO[bytes], environment: Mapping[str, str]) -> Child:
+        if not process.can_fork():
+            return Child.spawn(module, *descriptors, log=log, environment=environment)
+
         def start(theirs: Connection) -> int:
             if pid := os.fork():
                 return pid
