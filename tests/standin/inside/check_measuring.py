@@ -1,6 +1,5 @@
 """Real steps on the stand-in: limits, running out of memory and what is left afterwards, a search in this process."""
 
-import os
 from itertools import cycle
 
 import pytest
@@ -17,14 +16,14 @@ from autockpt.tracing import Tracer
 from autockpt.workload import Step, build
 from tests.errors import raises
 from tests.standin.inside import scenarios
-from tests.standin.inside.scenarios import Model
+from tests.standin.inside.scenarios import ALL, Model
 
 standin = torch.get_device_module("standin")
 OFFLOAD_ALL = {f"blocks.{n}": OFFLOAD for n in range(4)}
 RECOMPUTE_ALL = {f"blocks.{n}": RECOMPUTE for n in range(4)}
 
 
-def _workload(rows: int = 4096) -> Step:
+def _workload(rows: int = 2048) -> Step:
     torch.manual_seed(0)
     model = Model().to("standin")
     batch = torch.randn(rows, 64).to("standin")
@@ -35,7 +34,6 @@ def _bits(workload: Step) -> list[torch.Tensor]:
     return [p.detach().cpu() for p in workload.model.parameters()] + [standin.get_rng_state(), torch.get_rng_state()]
 
 
-ALL = os.environ.get("STANDIN_ALL") == "1"
 JOBS = [
     WorkloadSpec(model="llama-tiny", batch_size=16, seq_len=256, autocast="bf16"),
     WorkloadSpec(model="gpt2-tiny", batch_size=16, seq_len=128),  # with dropout
@@ -51,7 +49,7 @@ MIXTURES = (
 )
 
 
-@pytest.fixture(params=("lazy", "random:3"))
+@pytest.fixture(params=("lazy", "random:3") if ALL else ("random:3",))
 def schedule(request: pytest.FixtureRequest) -> None:
     standin.set_schedule(request.param)
 
@@ -59,7 +57,7 @@ def schedule(request: pytest.FixtureRequest) -> None:
 def test_peaks_are_the_allocators_and_plans_lower_them(schedule):
     runner = StepRunner(_workload(), get_device("standin"))
     plain = runner.measure({}, steps=2)
-    assert plain.times and plain.peak_bytes >= 16 << 20
+    assert plain.times and plain.peak_bytes >= 8 << 20
     assert runner.measure({}, steps=1).peak_bytes == plain.peak_bytes
     for choices in (OFFLOAD_ALL, RECOMPUTE_ALL):
         assert runner.measure(choices, steps=2).peak_bytes < plain.peak_bytes
@@ -103,12 +101,12 @@ def _units_alone(model: Model, x: torch.Tensor) -> None:
         x = block(x)
 
 
-@pytest.mark.parametrize("use", (_towards_some_inputs, _units_alone))
+@pytest.mark.parametrize("use", (_towards_some_inputs, _units_alone) if ALL else (_towards_some_inputs,))
 def test_what_nobody_waits_for_does_not_pile_up(use):
     standin.set_schedule("copies-late")
     model, x, peaks = Model().to("standin"), torch.randn(4096, 64).to("standin"), []
     with attach(model, OFFLOAD_ALL):
-        for rounds in (3, 12):
+        for rounds in (2, 6):
             standin.synchronize()
             torch.accelerator.reset_peak_memory_stats()
             for _ in range(rounds):

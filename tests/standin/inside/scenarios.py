@@ -23,6 +23,7 @@ from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload, R
 standin = torch.get_device_module("standin")
 DEVICE = torch.device("standin", 0)
 BLOCKS = 4
+ALL = os.environ.get("STANDIN_ALL") == "1"  # every plan under every schedule, and more of what is drawn by chance
 hostpool.AREA_BYTES = 1 << 20  # pools of these small models grow, and the stand-in poisons no more than they need
 DISK = Offload(tier="disk")
 PLANS: dict[str, list[Choice]] = {
