@@ -1,16 +1,20 @@
 """Processes of tests: forks that do something which may kill them, and whether a process is still there."""
 
+import atexit
 import gc
 import os
 import sys
+import tempfile
 import time
 import traceback
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from autockpt.process import Child, ChildDied, close_inherited
@@ -46,6 +50,56 @@ def forked(work: Callable[[Say], object], *, leads: bool = False) -> Child:
             os._exit(code)
 
     return Child(start, leads=leads)
+
+
+def start_program(
+    main: Callable[[], object], folder: Path, environment: Mapping[str, str], *arguments: str
+) -> Callable[[], CompletedProcess[str]]:
+    """Run ``main`` as a program of its own would, in a fork of this process, which has imported torch and transformers
+    already: they take seconds. Returns what waits for its end."""
+    said = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  read when it has ended
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not (pid := os.fork()):
+        code = 1
+        try:
+            close_inherited()
+            for number, file in enumerate(said, 1):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+            sys.argv = ["program", *arguments]
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(folder)
+            code = _interpreted(main)
+        finally:
+            os._exit(code)
+
+    def end() -> CompletedProcess[str]:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for file in said:
+            file.seek(0)
+        return CompletedProcess(arguments, code, *(file.read() for file in said))
+
+    return end
+
+
+def _interpreted(main: Callable[[], object]) -> int:
+    """What an interpreter does with a program, down to what is registered for its exit."""
+    atexit._clear()
+    warnings.simplefilter("ignore")
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else 1
 
 
 @dataclass(eq=False)
