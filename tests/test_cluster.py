@@ -7,10 +7,18 @@ import re
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
+
+from autockpt.cli.app import build
+from autockpt.devices import get_device
+from autockpt.measuring import turns
+from autockpt.measuring.turns import turn
+from tests.children import Say, forked
 
 PAGE = (Path(__file__).parent.parent / "docs" / "cluster.md").read_text()
 SMALL = {
@@ -56,22 +64,28 @@ def test_an_array_asks_eight_questions_and_takes_no_fit_for_an_answer(program: P
 
 
 @pytest.mark.slow
-def test_measured_searches_on_one_device_take_turns(program: Path, tmp_path: Path) -> None:
-    """Both end with a plan, one is told for whom it waits, and no trial of one lies between trials of the other."""
-    common = ["search", "--device", "cpu", "--model", "llama-tiny", "--batch-size", "2", "--budget", "60%act"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "AUTOCKPT_CACHE": str(tmp_path / "cache")}
-    pipe: dict[str, Any] = {"env": environment, "stderr": subprocess.PIPE, "text": True}
-    commands = [[program, *common, "--trials", "1", "--seq-len", length] for length in ("32", "64")]
-    started = [subprocess.Popen(command, **pipe) for command in commands]
-    said = [process.communicate(timeout=900)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert sum("waiting for cpu" in text for text in said) == 1
-    spans = []
-    for trials in tmp_path.glob("results/*/trials.jsonl"):
-        begun = trials.with_name("environment.json").stat().st_mtime  # written before the first trial is
-        spans.append((begun, trials.stat().st_mtime))
-    (_, end), (begin, _) = sorted(spans)
-    assert end < begin
+def test_a_measured_search_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told for whom, and measures nothing before."""
+    monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def measure(say: Say) -> None:
+        with turn(get_device("cpu"), print):
+            say("begun")
+            time.sleep(600)
+
+    other, measured = forked(measure), list[Path]()
+    assert other.receive(60) == "begun"
+
+    def poll(seconds: float) -> None:
+        measured.extend(tmp_path.glob("results/*/trials.jsonl"))
+        other.close()
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=poll))
+    job = ("--device", "cpu", "--model", "llama-tiny", "-b", "1", "-s", "16", "--choices", "save,recompute")
+    done = CliRunner().invoke(build(), ["search", *job, "--budget", "60%act", "--trials", "1"])
+    assert done.exit_code == 0 and done.stderr.count("waiting for cpu") == 1, done.stderr
+    assert not measured and [*tmp_path.glob("results/*/trials.jsonl")]
 
 
 @pytest.mark.slow
