@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from autockpt.cli.app import build
 from autockpt.devices import get_device
-from autockpt.measuring import turns
-from autockpt.measuring.turns import turn
+from autockpt.measuring import device_lock
 from tests.children import Say, forked
 
 PAGE = (Path(__file__).parent.parent / "docs" / "cluster.md").read_text()
@@ -70,7 +69,7 @@ def test_a_measured_search_waits_for_its_turn(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
 
     def measure(say: Say) -> None:
-        with turn(get_device("cpu"), print):
+        with device_lock.device_lock(get_device("cpu"), print):
             say("begun")
             time.sleep(600)
 
@@ -81,7 +80,7 @@ def test_a_measured_search_waits_for_its_turn(tmp_path: Path, monkeypatch: pytes
         measured.extend(tmp_path.glob("results/*/trials.jsonl"))
         other.close()
 
-    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=poll))
+    monkeypatch.setattr(device_lock, "time", SimpleNamespace(sleep=poll))
     job = ("--device", "cpu", "--model", "llama-tiny", "-b", "1", "-s", "16", "--choices", "save,recompute")
     done = CliRunner().invoke(build(), ["search", *job, "--budget", "60%act", "--trials", "1"])
     assert done.exit_code == 0 and done.stderr.count("waiting for cpu") == 1, done.stderr
