@@ -1,7 +1,7 @@
-"""``autockpt calibrate``: the local machine as a hardware description. Measured, then fitted.
+"""``autockpt calibrate``: measure the local machine and fit a hardware description to it.
 
-Peaks are the best rates seen. Efficiencies are those that explain everything else that was measured. Measuring takes
-place in the process that measures steps, with its settings.
+Peaks are the best rates seen. Efficiencies are fitted to everything else that was measured. The worker process that
+measures steps measures this, too, as its settings matter.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def fit_products(
 
 
 def _products(clock: Stopwatch, dtypes: Sequence[str], shapes: Sequence[tuple[int, int, int]]) -> list[Product]:
-    """All shapes in every type; only the first in one that is so slow that it must be emulated."""
+    """All shapes in every type, but only the first shape in a type that is so slow that it must be emulated."""
     found: list[Product] = []
     for dtype in dtypes:
         for number, (m, k, n) in enumerate(shapes):
@@ -299,5 +299,5 @@ def host_costs(clock: Stopwatch, workload: Step, cycles: int) -> tuple[float, fl
 
 
 def _rounded(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Four significant digits: no more is known."""
+    """Round to four significant digits."""
     return {name: value and float(f"{value:.4g}") for name, value in figures.items()}

@@ -1,13 +1,11 @@
-"""Which outputs of a unit are worth keeping when the rest of it runs again: nested sets, the best bargain first.
+"""Options of partial recomputation that are worth trying: which outputs of a unit to keep (a Pareto front).
 
-What keeping an output saves (the seconds of its op in the second forward) and what it costs (its bytes) hardly depend
-on what else is kept, so the sets of the Pareto front are those that grow by seconds per byte; what they really cost is
-read off ghost runs afterwards, as for every choice.
+The seconds that keeping an output saves and the bytes that it costs hardly depend on what else is kept. So the front
+consists of nested sets, which grow by the output with the most seconds per byte. Their real costs come from ghost runs,
+as for every choice. With ``remake``, which recomputes single tensors, few sets of ``selective`` are tried.
 
-Where single tensors can be recomputed (``remake``), running a unit as a whole gains nothing: few such sets are tried.
-
-At the other end of the front little is to be given up. There only those parts of a unit run again whose cheap ops free
-the most bytes per second (an MLP's activation function, norms), and all of its matrix products are kept.
+At the other end of the front little memory has to be freed. There all matrix products are kept, and only the parts of a
+unit are recomputed whose cheap ops free the most bytes per second (an MLP's activation function, norms).
 """
 
 from __future__ import annotations
@@ -21,36 +19,36 @@ from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake, Selective
 
 T = TypeVar("T")
 MOST_SETS = 7
-MOST_SETS_BESIDE = 3  # where single tensors can be recomputed, which is as lean and runs less
+FEWER_SETS = 3  # with ``remake``, which needs as little memory and recomputes less
 MOST_REMADE = 9
 MOST_PARTS = 3
-_PACKING = "aten.detach.default"  # only where saved tensors are packed, so not in both forwards
+_PACKING = "aten.detach.default"  # of saved tensors that are packed, so not in every forward
 
 
-def selective_front(again: Graph, unit: Unit, times: OpTimes, most: int = MOST_SETS) -> tuple[Selective, ...]:
-    """Choices for one unit, from keeping a single output to all that are worth anything; at most ``most``.
+def selective_front(recomputed: Graph, unit: Unit, times: OpTimes, most: int = MOST_SETS) -> tuple[Selective, ...]:
+    """Options for one unit, from keeping a single output to all that save time; at most ``most``.
 
-    Then those in which only parts of the unit run again, at most ``MOST_PARTS``. ``again`` is a ghost run in which
-    ``unit`` is recomputed. Fused attention alone is left out: that is the choice ``keep_attention``.
+    Then options in which only parts of the unit are recomputed, at most ``MOST_PARTS``. ``recomputed`` is a ghost run
+    in which ``unit`` recomputes. Fused attention alone is left out: that is the choice ``keep_attention``.
     """
-    order = _by_worth(again, unit, times)
+    order = _by_worth(recomputed, unit, times)
     sets = [order[:n] for n in range(1, len(order) + 1) if order[:n] != [ATTENTION]]
     sets = spread(sets, most)
     whole = tuple(Selective(keep=tuple(names)) for names in sets)
-    parts = _parts(again, unit, times)[:MOST_PARTS]
+    parts = _parts(recomputed, unit, times)[:MOST_PARTS]
     return whole + tuple(_of_parts(parts[:n]) for n in range(1, len(parts) + 1))
 
 
-def remake_front(again: Graph, unit: Unit, times: OpTimes) -> tuple[Remake, ...]:
-    """Choices by which single tensors of one unit are recomputed, from few cheap ones to all.
+def remake_front(recomputed: Graph, unit: Unit, times: OpTimes) -> tuple[Remake, ...]:
+    """Options for recomputing single tensors of one unit, from a few cheap ones to all.
 
-    First those in which all products are kept and only cheap ops of some parts run again, at most ``MOST_PARTS``, then
-    of all parts. Then ever fewer products are kept, the best bargain longest; ``MOST_REMADE`` such sets at most, down
-    to none. ``again`` as for ``selective_front``.
+    First all products are kept and only cheap ops of some parts are recomputed (at most ``MOST_PARTS`` options), then
+    of all parts. Then ever fewer products are kept, those with the most seconds per byte last, at most ``MOST_REMADE``
+    options. ``recomputed`` as for ``selective_front``.
     """
-    parts = [part.name for part in _parts(again, unit, times, handed_on_too=True)]
+    parts = [part.name for part in _parts(recomputed, unit, times, handed_on_too=True)]
     cheap = [Remake(keep=(EVERYTHING,), within=tuple(parts[:n])) for n in range(1, min(MOST_PARTS, len(parts)) + 1)]
-    order = _by_worth(again, unit, times)
+    order = _by_worth(recomputed, unit, times)
     fewer = [Remake(keep=tuple(order[:n])) for n in spread(range(len(order) - 1, -1, -1), MOST_REMADE)]
     return tuple(dict.fromkeys([*cheap, Remake(keep=(EVERYTHING,)), *fewer]))
 
@@ -65,7 +63,7 @@ def spread(values: Sequence[T], most: int) -> list[T]:
 
 @dataclass
 class _Part:
-    """A module inside a unit: its heavy ops by the names to keep them by, and what running the rest again means."""
+    """A module inside a unit: names of heavy ops to keep, and seconds and bytes of recomputing the rest."""
 
     name: str
     keep: set[str] = field(default_factory=set)
@@ -77,16 +75,16 @@ def _of_parts(parts: list[_Part]) -> Selective:
     return Selective(keep=tuple(set().union(*(p.keep for p in parts))), within=tuple(p.name for p in parts))
 
 
-def _parts(again: Graph, unit: Unit, times: OpTimes, *, handed_on_too: bool = False) -> list[_Part]:
-    """Parts of the unit in which only cheap ops would run again and free something, by bytes freed per second.
+def _parts(recomputed: Graph, unit: Unit, times: OpTimes, *, handed_on_too: bool = False) -> list[_Part]:
+    """Parts of the unit whose cheap ops would free memory if recomputed, by bytes freed per second.
 
-    Freed is what nobody outside the part reads, as what it hands on is saved there anyway; or all that it makes.
+    Tensors that other parts read are not freed, as these save them anyway, unless ``handed_on_too``.
     """
-    ops = [op for op in _rerun(again, unit) if op.target != _PACKING]
-    part_of = _part_names(ops, [u.name for u in again.units if u.parent == unit.name])
+    ops = [op for op in _rerun(recomputed, unit) if op.target != _PACKING]
+    part_of = _part_names(ops, [u.name for u in recomputed.units if u.parent == unit.name])
     first, last = (ops[0].index, ops[-1].index) if ops else (0, 0)
-    handed_on = _handed_on(again, unit, part_of)
-    kept = {s.id: s.bytes for s in again.storages if s.birth >= first and (s.death is None or s.death > last)}
+    handed_on = _handed_on(recomputed, unit, part_of)
+    kept = {s.id: s.bytes for s in recomputed.storages if s.birth >= first and (s.death is None or s.death > last)}
     freed = {out.storage: kept.get(out.storage, 0) for op in ops for out in op.outputs}
     for position, op in enumerate(ops):
         if position in handed_on and not handed_on_too:
@@ -101,21 +99,21 @@ def _parts(again: Graph, unit: Unit, times: OpTimes, *, handed_on_too: bool = Fa
         if _is_heavy(op):
             part.keep.add(ATTENTION if _is_fused(op) else _relative(op.module, unit))
         else:
-            part.seconds += times.seconds.get(again.signatures[op.signature], 0.0)
+            part.seconds += times.seconds.get(recomputed.signatures[op.signature], 0.0)
             part.freed += made
     worth = [part for part in parts.values() if part.freed and part.seconds > 0]
     return sorted(worth, key=lambda part: -part.freed / part.seconds)
 
 
-def _handed_on(again: Graph, unit: Unit, part_of: Mapping[str, str]) -> set[int]:
-    """Which of the unit's ops, by their order in its forward, make what another part or another unit reads.
+def _handed_on(recomputed: Graph, unit: Unit, part_of: Mapping[str, str]) -> set[int]:
+    """Positions of the unit's ops, in its forward, whose results another part or unit reads.
 
-    The second forward runs the same ops in the same order, but not to the end, so readers are looked for in the first.
+    The recomputation runs the same ops in the same order, but not to the end. So readers are found in the forward.
     """
     maker: dict[int, tuple[int, str]] = {}
     found: set[int] = set()
     position = 0
-    for op in again.ops:
+    for op in recomputed.ops:
         if op.phase != "forward":
             break
         if op.target == _PACKING:
@@ -132,15 +130,15 @@ def _handed_on(again: Graph, unit: Unit, part_of: Mapping[str, str]) -> set[int]
 
 
 def _part_names(ops: Sequence[Op], inner: Sequence[str]) -> dict[str, str]:
-    """For each op's module the part it belongs to: attention, MLP, or itself where no other module is inside of it."""
+    """For each op's module the part it belongs to: attention, MLP, or the module itself if it contains no other."""
     modules = {op.module for op in ops}
     around = {module: next((name for name in inner if _is_in(module, name)), "") for module in modules}
     leaves = {m for m in modules if not any(other != m and _is_in(other, m) for other in modules)}
     return {m: around[m] or (m if m in leaves else "") for m in modules}
 
 
-def _rerun(again: Graph, unit: Unit) -> Iterator[Op]:
-    return (op for op in again.ops if op.unit == unit.name and op.phase == "recompute")
+def _rerun(recomputed: Graph, unit: Unit) -> Iterator[Op]:
+    return (op for op in recomputed.ops if op.unit == unit.name and op.phase == "recompute")
 
 
 def _relative(module: str, unit: Unit) -> str:
@@ -159,18 +157,18 @@ def _is_heavy(op: Op) -> bool:
     return bool(op.flops) or _is_fused(op)
 
 
-def _by_worth(again: Graph, unit: Unit, times: OpTimes) -> list[str]:
-    """Modules of the unit by the seconds that keeping their outputs saves per byte; only those that save any."""
-    sizes = {s.id: s.bytes for s in again.storages}
+def _by_worth(recomputed: Graph, unit: Unit, times: OpTimes) -> list[str]:
+    """Modules of the unit by the seconds that keeping their outputs saves per byte, without those that save none."""
+    sizes = {s.id: s.bytes for s in recomputed.storages}
     seconds: dict[str, float] = {}
     kept: dict[str, dict[int, int]] = {}
-    for op in _rerun(again, unit):
+    for op in _rerun(recomputed, unit):
         if not _is_heavy(op):
             continue
         name = ATTENTION if _is_fused(op) else _relative(op.module, unit)
         if not name:
             continue  # an op of the unit itself: there is no module to name
-        seconds[name] = seconds.get(name, 0.0) + times.seconds.get(again.signatures[op.signature], 0.0)
+        seconds[name] = seconds.get(name, 0.0) + times.seconds.get(recomputed.signatures[op.signature], 0.0)
         kept.setdefault(name, {}).update({out.storage: sizes[out.storage] for out in op.outputs})
     worth = {name: seconds[name] / max(1, sum(kept[name].values())) for name in seconds if seconds[name] > 0}
     return sorted(worth, key=lambda name: -worth[name])

@@ -1,10 +1,9 @@
-"""What each choice costs on each kind of unit, read off ghost runs: no choice needs a cost model of its own.
+"""Menus: what each choice costs on each kind of unit, measured by ghost runs. No choice needs a formula of its own.
 
-A choice is ghost-run on one unit with all others saving; every number is a difference to the save-everything run, so
-it includes all that the choice really does. What a choice keeps alive that all units share (an attention mask, rotary
-tables) is left out of what a unit keeps, or it would be counted once per unit. What an offloaded unit leaves behind
-for a while (bytes on their way out, or back early) falls into its neighbours' time; it is charged to the unit itself,
-as if the neighbours did the same.
+A choice is ghost-run on one unit while all others save. Its costs are the differences to plain training, so they
+include all that the choice really does. Memory shared by all units (masks, rotary tables) is excluded, or it would be
+counted once per unit. Bytes of an offloaded unit that are still on their way while its neighbours run are charged to
+the unit.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Simulate = Callable[[Graph], Simulation]
 
 
 def representatives(blocks: Iterable[Unit]) -> dict[int, Unit]:
-    """The unit of each kind that choices are ghost-run on: a middle one, since the first and the last are special."""
+    """The unit of each kind that choices are ghost-run on: a middle one, as the first and the last are special."""
     by_kind: dict[int, list[Unit]] = {}
     for unit in blocks:
         by_kind.setdefault(unit.kind, []).append(unit)
@@ -61,13 +60,13 @@ def build_menus(
     return tuple(menus)
 
 
-def beside_collectives(
+def overlapping_collectives(
     menus: tuple[Menu, ...], base: Graph, recomputed: Graph, simulation: Simulate
 ) -> tuple[Menu, ...]:
-    """The menus of a sharded step, where collectives that others would wait for go on while a unit recomputes.
+    """The menus of a sharded step, in which collectives overlap recomputation.
 
-    What the whole step gains by that, it has once: a unit alone would gain the most. So recomputing costs the share
-    that it does where all units recompute, as in ``recomputed``.
+    A single unit that recomputes gains the most from that overlap, so menus would be too cheap. The cost of recomputing
+    is scaled so that the menus add up to the step in which all units recompute, ``recomputed``.
     """
     sends = any(copy.direction == "ranks" for copy in base.copies)
     if not sends and not any(text.startswith(COLLECTIVES) for text in base.signatures):
@@ -90,11 +89,10 @@ def gathered_again(base: Graph) -> set[str]:
 
 
 def with_gathered(menus: tuple[Menu, ...], base: Graph, gathered: Graph, simulation: Simulate) -> tuple[Menu, ...]:
-    """The menus with every choice a second time, by which FSDP2 keeps the unit's weights until its backward.
+    """The menus with a second version of every choice, by which FSDP2 keeps the unit's weights until its backward.
 
-    That adds the bytes which it adds to saving. Of the seconds that it saves where all units do, as in ``gathered``,
-    each unit has a share by these bytes: a unit alone would gain nothing where its gathering hides behind compute, and
-    the most where it does not.
+    It needs as many more bytes as it does with saving. The seconds gained if all units do so, as in ``gathered``, are
+    shared among the units by these bytes: the gain of a single unit depends on whether its gathering is hidden.
     """
     by_kind = {menu.kind: {item.choice: item for item in menu.items} for menu in menus}
     offered = [items for unit in base.blocks() if GATHERED in (items := by_kind[unit.kind])]
@@ -137,7 +135,7 @@ def _menu(
     simulation: Simulate,
     seconds: Callable[[Choice, _GhostRun], dict[str, Any]],
 ) -> Menu:
-    """Bytes that each choice changes against saving, on top of what the unit holds when it saves."""
+    """The menu of a unit from its ghost runs: the bytes of saving plus the difference of each choice."""
     index = plain.units.index(unit.name)
     runs = [(SAVE, plain), *((choice, _GhostRun(graph, plain.units, simulation)) for choice, graph in variants.items())]
     items = [
@@ -154,7 +152,7 @@ def _menu(
 
 
 class _Bytes(NamedTuple):
-    """What a choice holds, or changes against saving, by the names of ``MenuItem``."""
+    """Bytes that a choice holds, or its difference to saving, by the names of ``MenuItem``."""
 
     kept_bytes: int = 0
     forward_peak_bytes: int = 0
@@ -170,12 +168,12 @@ class _GhostRun:
         self.peaks = {s.key: peak for s, peak in zip(self.parts, range_peaks(graph, self.parts), strict=True)}
 
     def peak(self, key: tuple, parts: Sequence[OpRange]) -> int:
-        """Most bytes in a segment of another run's ``parts``; where this run has none, in the nearest before it."""
+        """The peak of a range of another run's ``parts``; if this run lacks it, of the nearest range before it."""
         keys = [s.key for s in parts]
         return next(self.peaks[k] for k in reversed(keys[: keys.index(key) + 1]) if k in self.peaks)
 
     def foreign_bytes(self, key: tuple, mine: set[str]) -> int:
-        """Bytes of activations made outside the units ``mine`` and alive at the peak of a segment."""
+        """Bytes of activations that were made outside the units ``mine`` and are alive at the peak of a range."""
         part = next((s for s in self.parts if s.key == key), None)
         if part is None:
             return 0
@@ -188,7 +186,7 @@ class _GhostRun:
 
     @property
     def host_bytes(self) -> int:
-        """Most bytes that were out on the host at once; what goes to disk is not there."""
+        """The most bytes on the host at once, without those on disk."""
         end = len(self.graph.ops)
         return _most_at_once(
             (copy.issued, end if copy.released is None else copy.released, copy.bytes)
@@ -198,7 +196,7 @@ class _GhostRun:
 
 
 def _byte_changes(plain: _GhostRun, variant: _GhostRun, index: int, *, shares: bool) -> _Bytes:
-    """Differences of bytes; the most of any micro-batch. Weights that stay gathered are nothing that units share."""
+    """Differences of bytes, the largest of any micro-batch. ``shares``: subtract what all units share."""
     found: list[_Bytes] = []
     # an input that only this unit keeps is its neighbour's output
     mine = set(plain.units[max(0, index - 1) : index + 1])
@@ -220,7 +218,7 @@ def _byte_changes(plain: _GhostRun, variant: _GhostRun, index: int, *, shares: b
 
 
 def _places(parts: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None, dict, dict]:
-    """Where the kept bytes of a unit show in micro-batch ``m``, its own segments, and those of units run meanwhile."""
+    """The range that shows the kept bytes of a unit in micro-batch ``m``, the unit's ranges, and its neighbours'."""
     forwards = [s for s in parts if s.micro_batch == m and s.place == "forward"]
     backwards = [s for s in parts if s.micro_batch == m and s.place == "backward"]
     own_forward = next((s for s in forwards if s.unit == index), None)
@@ -230,7 +228,7 @@ def _places(parts: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None,
     turn = min((s.first for s in backwards), default=parts[-1].end)
     between = [s for s in parts if s.micro_batch == m and own_forward.end <= s.first]
     between = [s for s in between if own_backward is None or s.end <= own_backward.first]
-    # The turn from forward to backward (head and loss) is where nothing is on its way; failing that, the nearest part.
+    # At the turn from forward to backward (head and loss) no copies are on their way; else the nearest range is taken.
     rest = min(
         between, key=lambda s: (s.end != turn, s.place in ("forward", "backward"), abs(s.end - turn)), default=None
     )
@@ -247,9 +245,9 @@ def _differences(plain: _GhostRun, variant: _GhostRun, parts: Sequence[OpRange])
 
 
 def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, float]) -> float:
-    """Time that copies add to the step: seen in the simulation, or as it would be were every unit to copy as much.
+    """Seconds that copies add to the step: as simulated, or if every unit copied as much, whichever is more.
 
-    One unit's copies hide behind its neighbours' compute; if all copy, each has only its own compute to hide behind.
+    A single unit's copies hide behind its neighbours' compute. If all units copy, each has only its own compute.
     """
     seen = variant.copy_seconds - plain.copy_seconds
     out = variant.queue_seconds["out"] - plain.queue_seconds["out"] - times["forward"]
@@ -258,7 +256,7 @@ def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, fl
 
 
 def _lifted(items: Sequence[MenuItem], levels: _Bytes) -> tuple[MenuItem, ...]:
-    """Differences as bytes: on top of what the unit holds when it saves, never below zero."""
+    """Add the bytes of saving (``levels``) to differences, so that none is negative."""
     for name, level in levels._asdict().items():
         level = max(level, *(-getattr(item, name) for item in items))
         items = [item.model_copy(update={name: level + getattr(item, name)}) for item in items]
@@ -266,7 +264,7 @@ def _lifted(items: Sequence[MenuItem], levels: _Bytes) -> tuple[MenuItem, ...]:
 
 
 def _saved_levels(plain: _GhostRun, index: int, name: str) -> _Bytes:
-    """Bytes of a saving unit's own storages: kept from forward to backward, and at most during each of them."""
+    """Bytes of the storages of a unit that saves: kept from forward to backward, and the most during each."""
     spans = {s.place: s for s in reversed(plain.parts) if s.unit == index and s.place in ("forward", "backward")}
     if "forward" not in spans:
         return _Bytes()
@@ -283,14 +281,14 @@ def _saved_levels(plain: _GhostRun, index: int, name: str) -> _Bytes:
 
 
 def _most(own: Sequence[tuple[int, int, int]], span: OpRange) -> int:
-    """Most bytes of the given (birth, death, bytes) alive at any op of a segment."""
+    """The most bytes of (birth, death, bytes) that are alive at any op of a range."""
     return _most_at_once(
         (max(birth, span.first), death, size) for birth, death, size in own if birth < span.end and death >= span.first
     )
 
 
 def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
-    """Most bytes of (first op, last op, bytes) at any op."""
+    """The most bytes of (first op, last op, bytes) at any op."""
     change: dict[int, int] = {}
     for first, last, size in spans:
         change[first] = change.get(first, 0) + size

@@ -1,4 +1,7 @@
-"""A traced cycle cut into pieces that can be found again in the ghost run of any other plan."""
+"""Cut a traced cycle into ranges of ops that correspond between the ghost runs of different plans.
+
+Plans change the ops of a step, but every unit still has a forward and a backward: their ranges are what is compared.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ StepPart = Literal["start", "forward", "after forward", "backward", "after backw
 
 
 class OpRange(NamedTuple):
-    """Ops ``first`` to ``end`` (excluded) of one micro-batch: a unit's forward or backward, or what lies behind it.
+    """Ops ``first`` to ``end`` (excluded) of one micro-batch: a unit's forward or backward, or the ops that follow it.
 
     ``unit`` is the index of the unit meant, None before the first one and in the optimizer. ``prefix`` is the number of
     units, in order of execution, that are through their forward and have not begun their backward.
@@ -30,14 +33,14 @@ class OpRange(NamedTuple):
 
     @property
     def key(self) -> tuple[int, StepPart, int | None]:
-        """What names this piece in every ghost run of the same workload."""
+        """What identifies the range in every ghost run of the same workload."""
         return self.micro_batch, self.place, self.unit
 
 
 def op_ranges(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
-    """All ops of a cycle in consecutive segments, in order; empty ones are left out.
+    """All ops of a cycle in consecutive ranges, in order and without empty ones.
 
-    ``units`` names the units in order of execution: blocks, perhaps with the output head behind them. A unit's segment
+    ``units`` names the units in order of execution: blocks, perhaps with the output head behind them. A unit's range
     runs from its first op to its last; where two overlap, the earlier one ends as the later begins.
     """
     n = len(graph.ops)
@@ -57,7 +60,7 @@ def op_ranges(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
 
 
 def _owners(graph: Graph, place: Mapping[str, int]) -> Iterator[int]:
-    """For each op the place of its unit, -1 for none. Outside of blocks the module says which it is."""
+    """For each op the index of its unit, or -1. Ops outside of blocks belong to the unit that their module lies in."""
 
     @cache
     def around(module: str) -> int:
@@ -94,6 +97,6 @@ def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarr
 
 
 def range_peaks(graph: Graph, parts: Sequence[OpRange]) -> list[int]:
-    """Most device bytes at any op of each segment."""
+    """The most device bytes at any op of each range."""
     timeline = bytes_timeline(graph)
     return [int(timeline[s.first : s.end].max()) for s in parts]

@@ -1,7 +1,8 @@
-"""Op times: each op signature of a step is timed in real steps on the device, once, and cached per device and versions.
+"""Measure op times: every op signature of a step is timed in real steps, once per device, versions and workload.
 
-Timing ops where they really run (after their producers, with the caches as the step leaves them) predicts whole steps
-better than timing them alone. One lean cycle, every unit recomputed, runs every op that any plan can run.
+Ops that are timed in the step, with the caches as it leaves them, predict whole steps better than ops timed alone. One
+cycle in which every unit recomputes runs every op that any plan can run. Costs that single ops do not show are fitted
+to measured uniform plans (``calibrated``).
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ COPY_RANGE = (0.02, 5.0)  # probes of single copies are off by less than this
 
 
 def keep_busy(device: torch.device, seconds: float) -> None:
-    """Give an accelerator about so long to wait, in which the host queues what comes next: else it would wait for the
-    host, and short ops would seem to take as long as launching them. So they do where it has no ``_sleep`` as CUDA."""
+    """Keep an accelerator busy for about ``seconds``, while the host queues the next ops.
+
+    Else the device would wait for the host, and short ops would seem to take as long as their launch. Only CUDA can.
+    """
     if (sleep := getattr(torch.get_device_module(device), "_sleep", None)) is not None:
         sleep(int(seconds * _CLOCK_HERTZ))
 
@@ -107,7 +110,7 @@ class OpTimer(TorchDispatchMode):
         return out
 
     def _get_ahead(self) -> None:
-        """Every so often, give the device as much to wait for as the host needs to queue the next ops."""
+        """From time to time keep the device busy for as long as the host needs to queue the next ops."""
         if not self._until_ahead:
             keep_busy(self._device, OPS_AHEAD * SECONDS_AHEAD_PER_OP)
             self._until_ahead = OPS_AHEAD
@@ -122,13 +125,14 @@ class OpTimer(TorchDispatchMode):
 
 
 def _is_collective(call: str) -> bool:
-    """Not what waits for one, nor what two ranks send each other: gloo lets nobody wait for that twice."""
+    """Whether an op is a collective, without waiting ones and without sends between two ranks, which gloo waits for
+    once."""
     pairs = call.startswith(("c10d.send", "c10d.recv"))
     return call.startswith(COLLECTIVES) and not pairs and call.split(".")[1] not in WAITS
 
 
 def _to_its_end(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a collective returns, once its work is done."""
+    """Run a collective and wait for its end."""
     out = collective(*args, **kwargs)
     for part in out if isinstance(out, tuple | list) else (out,):
         if isinstance(part, torch.ScriptObject):  # c10d's handle of its work
@@ -231,8 +235,8 @@ def by_transport(
     return count * nbytes / usual(out), count * nbytes / usual(back)
 
 
-# Between runs: one file per device, versions and workload. Searches that run at the same time write different files,
-# and each is written whole, so that none loses what another one measured.
+# The cache: one file per device, versions and workload. Each is written as a whole, so concurrent searches lose
+# nothing.
 
 
 def cached_op_times(
@@ -255,7 +259,7 @@ def store(times: OpTimes, workload: str) -> None:
 
 
 def forget(environment: Environment, workload: str) -> None:
-    """Have the next run of this workload measure again."""
+    """Remove the op times of this workload, so that they are measured again."""
     with suppress(OSError):
         _path(environment, workload).unlink()
 
@@ -271,15 +275,14 @@ def _path(environment: Environment, workload: str) -> Path:
     return cache_directory() / "op_times" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-# Cost coefficients that only whole steps show: recomputed ops, copies that no queue hides, and the host's own time.
+# Costs that only whole steps show: recomputed ops, copies that no queue hides, and the host's own time.
 #
-# All depend on what surrounds them (caches, fresh memory, what the copy probe never meets), so they are set by the
-# uniform plans: where every unit saves, recomputes or offloads, prediction and measurement agree, and what lies between
-# them is interpolated op by op and byte by byte. An accelerator waits for its host where ops are small, and for what
-# runs again most of all: that is more than op for op, as running it again is Python's work. So there the plan that
-# saves tells what the host adds to every op, and the one that recomputes what it adds to those of second runs, which
-# may take several times what their kernels do. Choices that keep a part of a unit cost the host time in forward as
-# well: hooks, dispatch modes, bookkeeping. It is what their uniform plans take beyond the ops of their ghost runs.
+# They depend on their surroundings (caches, fresh memory), so they are fitted to the uniform plans: where every unit
+# saves, recomputes or offloads, prediction and measurement agree. An accelerator waits for its host where ops are
+# small, most of all in recomputation, which is Python's work. There the plan that saves gives the host's time per op,
+# and the plan that recomputes its time per recomputed op, which may be several times that of the kernel. Partial
+# recomputation costs host time in forward as well (hooks, bookkeeping): the time of its uniform plan beyond the ops of
+# its ghost run.
 
 
 def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, float]) -> OpTimes:
@@ -322,7 +325,8 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
 
 
 def _target(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, float], kind: str) -> float:
-    """Seconds that the simulation of a uniform plan should give: as many times those of ``save`` as were measured."""
+    """Seconds that the simulation of a uniform plan should give: its measured ratio to ``save`` times simulated
+    ``save``."""
     return seconds[kind] / seconds["save"] * simulate(graphs["save"], times).step_seconds
 
 

@@ -1,6 +1,6 @@
-"""What any plan will do, without a real step: bytes from its ghost run, seconds from op times.
+"""Predict the peak and step time of any plan without a real step: bytes from its ghost run, seconds from op times.
 
-Ghost runs are for hardware that need not be at hand, and so are the bytes that a step is promised to need there.
+``MemoryModel`` turns the bytes of tensors into the bytes that a device's allocator reserves for them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from autockpt.schema.request import Listener, Silence
 from autockpt.tracing.kernels.allocator import replay, requests
 from autockpt.tracing.kernels.cuda_memory import with_resident
 
-REMEMBERED_OPS = 100_000  # of ghost runs that are kept: about 0.3 GB
+REMEMBERED_OPS = 100_000  # of the graphs that are kept: about 0.3 GB
 
 
-class Traces(Protocol):
-    """Whoever can ghost-run a plan, and may begin with those that will be asked for."""
+class PlanTracer(Protocol):
+    """What can ghost-run plans: a ``Tracer``, or a stand-in of it. ``ahead`` may begin with plans before they are
+    needed."""
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None: ...
 
@@ -32,16 +33,20 @@ class Traces(Protocol):
 
 
 class Predictor:
-    """Ghost-runs plans and remembers what came of each. ``host_budget`` in bytes bounds what offloading may claim.
+    """Ghost-runs plans and remembers their predictions. ``host_budget`` in bytes bounds what offloading may claim.
 
-    ``needs`` says what a ghost run takes of the device (default: what tensors hold, and the device's overhead). Without
-    ``traces`` it knows the ghost runs that it is given.
+    ``needs`` gives the device memory of a ghost run (default: its tensors and the device's overhead). Without a
+    ``tracer`` it knows only the ghost runs that it is given.
     """
 
     def __init__(
-        self, traces: Traces | None, op_times: OpTimes, host_budget: int | None = None, needs: MemoryModel | None = None
+        self,
+        tracer: PlanTracer | None,
+        op_times: OpTimes,
+        host_budget: int | None = None,
+        needs: MemoryModel | None = None,
     ) -> None:
-        self._traces, self.op_times = traces, op_times
+        self._tracer, self.op_times = tracer, op_times
         self.needs = needs or MemoryModel(self.device.capacity_bytes, self.device.overhead_bytes, caches=False)
         self.host_budget = host_budget
         self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
@@ -54,15 +59,15 @@ class Predictor:
         return self.op_times.device
 
     def simulation(self, graph: Graph) -> Simulation:
-        """Bytes over time and step time of a traced cycle on the device."""
+        """The simulated step of a traced cycle on the device."""
         return simulate(graph, self.op_times)
 
     def graph(self, choices: Mapping[str, Choice]) -> Graph:
         """The ghost run of these choices; the last few are remembered."""
-        assert self._traces is not None
+        assert self._tracer is not None
         key = plan_hash(choices)
         try:
-            graph = self._graphs.pop(key, None) or self._traces.trace(choices)
+            graph = self._graphs.pop(key, None) or self._tracer.trace(choices)
         finally:
             self._listener.advance()
         self._graphs[key] = graph
@@ -71,33 +76,34 @@ class Predictor:
         return graph
 
     def watched(self, listener: Listener) -> AbstractContextManager[None]:
-        """Within it ``listener`` sees each ghost run that is asked for pass, as a step of its stage."""
+        """Report each ghost run within the block to ``listener``, as a step of its stage."""
         return patched(self, "_listener", listener)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
-        """Begin with plans that will be asked for."""
-        if self._traces is not None:
+        """Begin with the ghost runs of plans that will be needed."""
+        if self._tracer is not None:
             new = [plan for plan in plans if self.known(plan) is None and plan_hash(plan) not in self._graphs]
-            self._traces.ahead(new)
+            self._tracer.ahead(new)
 
     def predict(self, choices: Mapping[str, Choice]) -> Prediction:
         """Peak bytes (the device's own overhead included) and seconds of one cycle."""
         return self.known(choices) or self.learn(choices, self.graph(choices))
 
     def keep_within(self, budget_bytes: int) -> None:
-        """From now on predict for a device whose allocator is kept to ``budget_bytes``; what fits it stands."""
+        """From now on predict with an allocator that is limited to ``budget_bytes``; predictions within it stay
+        valid."""
         if self.needs.caches:
             self.needs = self.needs.within(budget_bytes)
             self._known = {key: run for key, run in self._known.items() if run[1].peak_bytes <= budget_bytes}
 
     def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
-        """What came of these choices, where they were ghost-run before."""
+        """The prediction of these choices, if they were ghost-run before."""
         known = self._known.get(plan_hash(choices))
         return known[1] if known is not None else None
 
     @property
     def ghost_runs(self) -> list[tuple[dict[str, Choice], Prediction]]:
-        """Every plan that a prediction is known of, with it."""
+        """Every plan with a known prediction, and that prediction."""
         return [*self._known.values()]
 
     def over_host(self, choices: Mapping[str, Choice]) -> int:
@@ -105,14 +111,14 @@ class Predictor:
         return 0 if self.host_budget is None else max(0, self.predict(choices).host_bytes - self.host_budget)
 
     def learn(self, choices: Mapping[str, Choice], graph: Graph) -> Prediction:
-        """Keep the prediction of a plan whose ghost run is at hand."""
+        """Predict a plan from its ghost run, and remember both."""
         prediction = self._prediction(choices, graph, self.needs)
         self._known[plan_hash(choices)] = (dict(choices), prediction)
         self._graphs[plan_hash(choices)] = graph
         return prediction
 
     def within_least_budget(self, choices: Mapping[str, Choice]) -> Prediction:
-        """What the plan would do within the least budget that it fits, whatever this predictor is kept to."""
+        """Predict the plan under the least budget that it fits, whatever this predictor is limited to."""
         return self._prediction(choices, self.graph(choices), self.needs.smallest_budget)
 
     def _prediction(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int]) -> Prediction:
@@ -125,57 +131,57 @@ class Predictor:
 
 
 SAFETY = 0.02
-"""Share of what a caching allocator is simulated to reserve that a promise adds to it: no model of fragmentation knows
-every request that libraries make."""
+"""Share that is added to the simulated reserved memory: no simulation knows all allocations of libraries."""
 
 
 def local_memory(
     environment: Environment, budget_bytes: int | None = None, times: OpTimes | None = None
 ) -> MemoryModel:
-    """What graphs need of a local device: of an accelerator whole segments of its allocator, not tensors alone.
+    """The memory model of a local device: on an accelerator whole segments of its allocator count, not tensors alone.
 
-    ``budget_bytes``: what it is kept to (default: all there are). ``times`` of steps tell what its context and matrix
-    libraries have taken by then. What others take besides is not known; real steps judge.
+    ``budget_bytes`` is its limit (default: the whole device). ``times`` know what its context and matrix libraries
+    hold. What other libraries allocate is not known, but real steps measure it.
     """
     device = environment.device if times is None else times.device
-    # expandable segments give back what lies between tensors before they fail: no segments to be filled
+    # expandable segments free what lies between tensors before they fail, so fragmentation does not count
     expandable = "expandable_segments:True" in environment.versions.get(ALLOCATOR_SETTINGS, "")
     queued = device.kind not in WITHOUT_STREAMS
-    beside = (TABLE_BYTES, *(times.workspaces if times is not None else ())) if queued else ()
-    memory = MemoryModel(device.capacity_bytes, device.overhead_bytes, queued and not expandable, beside=beside)
+    preallocated = (TABLE_BYTES, *(times.workspaces if times is not None else ())) if queued else ()
+    memory = MemoryModel(
+        device.capacity_bytes, device.overhead_bytes, queued and not expandable, preallocated=preallocated
+    )
     return memory.within(budget_bytes)
 
 
 def simulated_memory(hardware: Hardware, budget_bytes: int | None = None) -> MemoryModel:
-    """What graphs of a Tracer for hardware need of the device within ``budget_bytes`` (default: all there are)."""
+    """The memory model of described hardware, limited to ``budget_bytes`` (default: the whole device)."""
     safety = SAFETY if hardware.caches else 0.0
     return MemoryModel(hardware.memory_bytes, hardware.context_bytes, hardware.caches, safety).within(budget_bytes)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes that a step is promised to take of a device, context included: reserved ones, and a share for safety.
+    """Predicts the bytes that a step reserves on a device, its context and a share for safety included.
 
-    An allocator that ``caches`` and is kept to ``budget_bytes`` (None: to what the device has) gives cached segments
-    back before it fails, so a plan may fit that would reserve more if it could. ``beside``: allocations that are there
-    before the step's.
+    An allocator that ``caches`` frees cached segments before it exceeds ``budget_bytes`` (None: the whole device). So a
+    plan may fit that would reserve more without a limit. ``preallocated`` are allocations from before the step.
     """
 
     memory_bytes: int
     context_bytes: int
     caches: bool
     safety: float = 0.0
-    beside: tuple[int, ...] = ()
+    preallocated: tuple[int, ...] = ()
     budget_bytes: int | None = None
 
     def __call__(self, graph: Graph) -> int:
-        """The promise for a ghost run; more than ``budget_bytes`` where it cannot be kept to that."""
+        """Bytes for a ghost run; more than ``budget_bytes`` where it does not fit into these."""
         return self._promises(graph)(self.memory_bytes if self.budget_bytes is None else self.budget_bytes)
 
     def _promises(self, graph: Graph) -> Callable[[int], int]:
-        """What is promised for a ghost run, by the bytes that the allocator is kept to."""
-        if self.beside:
-            graph = with_resident(graph, "beside the step", [*self.beside], "other")
+        """Bytes for a ghost run as a function of the allocator's limit."""
+        if self.preallocated:
+            graph = with_resident(graph, "allocated before", [*self.preallocated], "other")
         if not self.caches:
             return lambda budget_bytes: self.context_bytes + graph.peak_bytes
         asked = [*requests(graph)]
@@ -190,16 +196,16 @@ class MemoryModel:
         return promised
 
     def _tensors(self, graph: Graph) -> int:
-        """What cannot be given back."""
+        """Bytes that no allocator can free: context and tensors."""
         return self.context_bytes + int(graph.peak_bytes * (1 + self.safety))
 
     def least(self, graph: Graph, promised: int) -> int:
-        """How much of a promise cannot be given back: what plans near this one are judged by."""
+        """The part of ``promised`` bytes that cannot be freed, by which similar plans are judged."""
         over = self.budget_bytes is None or promised > self.budget_bytes
         return promised if over else min(promised, self._tensors(graph))
 
     def smallest_budget(self, graph: Graph) -> int:
-        """The least bytes that an allocator can be kept to with this ghost run, to about half a percent."""
+        """The least limit of the allocator that the ghost run fits into, to about half a percent."""
         promised = self._promises(graph)
         high = promised(self.memory_bytes)
         low = min(high, self._tensors(graph))
@@ -210,12 +216,12 @@ class MemoryModel:
         return high
 
     def within(self, budget_bytes: int | None) -> MemoryModel:
-        """The same for an allocator that is limited to ``budget_bytes``."""
+        """The same with the allocator limited to ``budget_bytes``."""
         return replace(self, budget_bytes=None if budget_bytes is None else min(budget_bytes, self.memory_bytes))
 
 
 def memory_note(hardware: Hardware) -> str:
-    """What is in a ``MemoryModel``, for people."""
+    """A note for the user on what predicted peaks include."""
     if not hardware.caches:
         return "Bytes are those that tensors hold."
     context, safety = f"{hardware.context_bytes / 1e6:.0f} MB", f"{SAFETY * 100:.0f} %"

@@ -1,6 +1,6 @@
-"""From a save-everything ghost run and menus to the linear planning problem that solvers take.
+"""Pose the planning problem for the solver: units with their options, and the bytes at each point of the step.
 
-Copies that hide behind compute: which units a link has the time to offload, and when they are waited for.
+Also which units can be offloaded for free, as their copies hide behind compute.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ def build_problem(
     head: Unit | None = None,
     hidden_bandwidth: float = 0.0,
 ) -> Problem:
-    """The problem whose points are the segments of ``base``: every unit's forward and backward, and the times between.
+    """The planning problem whose points are the op ranges of ``base``, the ghost run of plain training.
 
-    A point's ``base`` bytes are what the graph really holds there less what the units then hold by their menus, so
-    saving everything gives the real bytes exactly, gradients that accumulate and every micro-batch included. ``price``
-    multiplies the extra seconds of a choice kind, ``host_budget`` bounds what all units move to the host.
-    ``base_seconds`` is the save-everything step time. An output ``head`` that has a menu is a unit like the blocks, and
-    the last one. Units are offloaded whose copies hide behind compute, as many as ``hidden_bandwidth`` bytes per second
-    of the link have the time for.
+    A point's ``base`` bytes are what the graph holds there less what the menus say that units hold. So plain training
+    gets its exact bytes, accumulated gradients and all micro-batches included. ``price`` has factors on the extra
+    seconds by kind of choice, ``host_budget`` bounds the bytes of all units on the host, ``base_seconds`` is the time
+    of the plain step. An output ``head`` that has a menu is the last unit. As many units are nearly free to offload as
+    ``hidden_bandwidth`` bytes per second of the link allow.
     """
     by_kind = {menu.kind: menu for menu in menus}
     planned = [*base.blocks(), *([head] if head is not None else [])]
@@ -56,15 +55,15 @@ def build_problem(
     if hidden_bandwidth <= 0:
         return problem
     batches = base.repeated + sum(part.unit == 0 and part.place == "forward" for part in parts)
-    # of units that save; of an output head they are not known
+    # with saving; those of an output head are not known
     forwards = {menu.kind: menu.items[0].forward_seconds / batches for menu in menus}
     return hidden_copies(problem, [forwards.get(unit.kind, 0.0) for unit in planned], hidden_bandwidth)
 
 
 def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[int | None, ...]:
-    """Bytes that another plan's ghost run really has at the points of ``base``'s problem, in their order.
+    """The bytes of another plan's ghost run at the points of the problem of ``base``, in their order.
 
-    None where it has no op there; a part of it that ``base`` lacks counts to the point before it.
+    None where it has no ops. A range that ``base`` lacks counts to the point before it.
     """
     names = [unit.name for unit in (*base.blocks(), *([head] if head is not None else []))]
     places = {s.key: i for i, s in enumerate(op_ranges(base, names))}
@@ -78,7 +77,7 @@ def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[in
 
 
 def passed_on(base: Graph, units: Sequence[str]) -> dict[str, int]:
-    """Bytes that each unit makes in forward and that later ones keep: gone before its own backward begins."""
+    """Bytes that each unit makes in forward and that are freed before its own backward, as later units keep them."""
     spans = {(s.unit, s.place): s for s in reversed(op_ranges(base, units)) if s.micro_batch == 0}
     turn = min((s.first for (_, place), s in spans.items() if place == "backward"), default=len(base.ops))
     found = dict.fromkeys(units, 0)
@@ -110,8 +109,11 @@ def _unit(name: str, menu: Menu, price: Mapping[str, float]) -> UnitOptions:
 
 
 def _point(part: OpRange, peak: int, before: Sequence[int], saving: Sequence[Option], whole: bool) -> Point:
-    """``whole``: a stage of a pipeline holds other micro-batches whole, which the menus' bytes include. So wherever its
-    last unit does not run, choices on all units count."""
+    """The point of an op range.
+
+    ``whole``: a stage of a pipeline holds other micro-batches, whose bytes the menus include. So choices on all units
+    count wherever its last unit does not run.
+    """
     if whole and part.place != "optimizer" and part.prefix < len(saving) - 1:
         return Point(base=peak - before[-1], prefix=len(saving))
     base = peak - before[part.prefix]
@@ -122,15 +124,15 @@ def _point(part: OpRange, peak: int, before: Sequence[int], saving: Sequence[Opt
 
 
 NEARLY_FREE = 0.02
-"""What is left of the seconds of copies that hide: so that no unit is offloaded without need."""
+"""The share of their seconds that hidden copies still cost, so that no unit is offloaded without need."""
 
 
 def hidden_copies(problem: Problem, forwards: Sequence[float], bandwidth: float) -> Problem:
-    """The problem with ``offload`` at next to no extra seconds for as many units as the link has the time for.
+    """The problem with nearly free ``offload`` for as many units as the link has time for.
 
-    ``forwards`` are seconds of each unit's forward, ``bandwidth`` bytes per second off the device. The link takes one
-    unit after the other, whose ``window`` ends where its copies should. What would not be off the device when all these
-    forwards have ended stays as dear as it was; so does what the host has no room for.
+    ``forwards`` are seconds of each unit's forward, ``bandwidth`` is in bytes per second off the device. The link
+    serves one unit after the other, and the ``window`` of each ends with its copies. Units whose copies would not end
+    before the last forward keep their costs, and so do units that the host has no room for.
     """
     spans = list(pairwise(accumulate(forwards, initial=0.0)))
     found: list[UnitOptions] = []

@@ -1,4 +1,7 @@
-"""From ghost runs and op times to a Profile: what each choice costs on each kind of unit."""
+"""Build the cost model: ghost-run every choice on one layer of each kind, and measure the op times of the step.
+
+``build_profile`` makes the ``CostModel``, which predicts plans and poses the planning problem to the solver.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
-from autockpt.cost.fronts import MOST_SETS, MOST_SETS_BESIDE, remake_front, selective_front
+from autockpt.cost.fronts import FEWER_SETS, MOST_SETS, remake_front, selective_front
 from autockpt.cost.menus import (
-    beside_collectives,
     build_menus,
     gathered_again,
     head_menu,
+    overlapping_collectives,
     representatives,
     with_gathered,
 )
 from autockpt.cost.op_times import ANCHORS, TIMED_OPS, cached_op_times, calibrated, store
-from autockpt.cost.predictor import MemoryModel, Predictor, Traces
+from autockpt.cost.predictor import MemoryModel, PlanTracer, Predictor
 from autockpt.cost.problem import build_problem, passed_on, point_bytes
 from autockpt.cost.simulation import simulate
 from autockpt.devices import host_bytes_of
@@ -48,9 +51,9 @@ from autockpt.solvers.segments import Member
 
 T = TypeVar("T")
 NUMBERS = re.compile(r"\d+")
-SLOWED = 3.0  # times as long as op times say steps may take on a machine in use, before a first one has warmed up
-LEAN_CALLS = 4  # ghost runs spent on finding the leanest plan
-_LEANEST = 2  # plans of which the least budget is looked for
+SLOWED = 3.0  # the factor by which steps may be slower than op times predict: on a busy machine, not warmed up
+LEAN_CALLS = 4  # ghost runs for finding the leanest plan
+_LEANEST = 2  # plans whose least budget is looked for
 
 
 UniformRuns = Mapping[str, tuple[dict[str, Choice], Graph]]  # uniform plans and their ghost runs by choice kind
@@ -65,10 +68,10 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """A profiled workload: ``base`` is the ghost run with everything on save; sizes in bytes.
+    """What is known of a workload's costs. ``base`` is the ghost run of plain training; sizes are in bytes.
 
-    ``head`` is the output head where there is anything to choose for it, with a kind, and so a menu, of its own;
-    ``segments`` are what several units can do together, where that is searched.
+    ``head`` is the output head if it has choices, with a kind and so a menu of its own. ``segments`` are the options of
+    several units together, where these are searched.
     """
 
     profile: Profile
@@ -95,14 +98,14 @@ class CostModel:
         return (*self.blocks, *([self.head] if self.head is not None else []))
 
     def plan(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
-        """A plan of the solver's as it is written down: an output head that saves is not named."""
+        """The solver's choices as a plan, in which an output head that saves is not named."""
         head = self.head.name if self.head is not None else None
         return {name: choice for name, choice in choices.items() if name != head or choice != SAVE}
 
     def problem(self, budget_bytes: int, price: Mapping[str, float] | None = None, *, hidden: float = 0.0) -> Problem:
         """The planning problem of this workload. ``budget_bytes`` are without the device's own overhead.
 
-        ``hidden`` is the share of the link's time for which units are offloaded whose copies hide behind compute.
+        ``hidden`` is the share of the link's time in forward that copies may take which hide behind compute.
         """
         return build_problem(
             self.base,
@@ -116,7 +119,7 @@ class CostModel:
         )
 
     def check(self, choices: Mapping[str, Choice]) -> Checked:
-        """What the ghost run of a plan says, for ``solvers.refine``: bytes without the device's own overhead."""
+        """Check a plan by its ghost run, for ``solvers.refine``: bytes without the device's own overhead."""
         key = plan_hash(choices)
         if key not in self._checks:
             graph = self.predictor.graph(choices)
@@ -126,7 +129,7 @@ class CostModel:
         return self._checks[key]
 
     def keep_within(self, budget_bytes: int) -> None:
-        """From now on rule and predict for a device whose allocator is kept to ``budget_bytes``."""
+        """From now on predict and check with an allocator that is limited to ``budget_bytes``."""
         self.predictor.keep_within(budget_bytes)
         self._checks.clear()
 
@@ -135,8 +138,8 @@ class CostModel:
     ) -> int:
         """The least reachable peak in bytes, overhead included: the leanest the solver finds, or of ``known`` plans.
 
-        Plans over the host budget do not count; saving everything never is. ``calls``: ghost runs to spend;
-        ``plain_head``: only plans with one count.
+        Plans over the host budget do not count. ``calls`` are the ghost runs to spend. With ``plain_head`` only plans
+        without a choice for the output head count.
         """
         known = [*known, {}]
         self.predictor.ahead(known)
@@ -150,9 +153,9 @@ class CostModel:
         return min(self.predictor.predict(plan).peak_bytes for plan in plans if not self.predictor.over_host(plan))
 
     def smallest_budget(self) -> int | None:
-        """The least bytes, overhead included, that the leanest plans ghost-run so far can be kept to; None without any.
+        """The least budget, overhead included, that the leanest plans so far fit into; None without any.
 
-        An allocator without a limit reserves more: by chance less for a longer sequence than for a shorter one.
+        It is less than their peaks, as an allocator without a limit reserves more.
         """
         host = math.inf if self.host_budget is None else self.host_budget
         plans = [(plan, run.peak_bytes) for plan, run in self.predictor.ghost_runs if run.host_bytes <= host]
@@ -169,7 +172,7 @@ class CostModel:
         return self.predictor.predict(plan).peak_bytes
 
     def needs(self, smallest_peak: int) -> str:
-        """What the leanest plan's bytes go to, in one line."""
+        """A sentence on what the bytes of the leanest plan are."""
         gradients = sum(s.bytes for s in self.base.held_gradients())
         own = self.predictor.device.overhead_bytes
         parts = dict(self.base.resident) | {"gradients": gradients, "the device's own context": own}
@@ -189,15 +192,13 @@ def measure_op_times(
     listener: Listener = Silence(),
     left: Callable[[], float] = lambda: math.inf,
 ) -> tuple[OpTimes | None, dict[str, Measurement]]:
-    """Op times of this workload on the device, from the cache or measured in real steps, and the plans measured for it.
+    """Op times of this workload on the device, cached or measured, and the measurements of whole plans.
 
-    ``left`` says how many seconds measuring may take yet: with few, whole plans are not measured, and there are no op
-    times where they are not enough for single ops.
-    Ops are timed with the leanest of the ``uniform`` plans attached, those of other output heads (``head``, as
-    ``head_graphs`` gives them) with these besides; then uniform plans that fit into ``room`` bytes are measured, for
-    what single ops do not tell. The disk is timed where the host budget makes it worth having.
-    ``listener`` sees each cycle that was timed.
-    Raises DeviceOutOfMemory where even the leanest does not run.
+    Ops are timed with the leanest of the ``uniform`` plans attached, and again with each choice of the output ``head``.
+    Then uniform plans that fit into ``room`` bytes are measured whole, for costs that single ops do not show. The disk
+    is timed if the host budget makes plans with it worthwhile. ``left`` gives the seconds left: with few of them whole
+    plans are not measured, or there are no op times (None). ``listener`` is told of each timed cycle.
+    Raises DeviceOutOfMemory where even the leanest plan does not run.
     """
     device = runs.environment.device
     allowed = within_host(uniform, device, host_budget)
@@ -208,7 +209,7 @@ def measure_op_times(
     if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
         return known, {}
 
-    # a plain head may be what does not fit
+    # without a choice the head may not fit
     first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
     listener.stage("time single ops", 1 + len(others))
     seconds = left()
@@ -241,7 +242,7 @@ def measure_op_times(
                 try:
                     measured[kind] = runs.measure(choices, steps=steps)
                 except DeviceOutOfMemory as error:
-                    if error.last is not None:  # no step can be taken after it, and a restart is to find the op times
+                    if error.last is not None:  # no step is possible after it: keep the op times
                         break
         times = calibrated(times, graphs, {kind: plan.step_seconds for kind, plan in measured.items()})
     store(times, workload)
@@ -249,9 +250,9 @@ def measure_op_times(
 
 
 def wants_disk(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> bool:
-    """Whether plans with the disk tier are worth a look: where the host cannot take what offloading everything sends.
+    """Whether to try the disk tier: where offloading everything exceeds the host budget.
 
-    Not where the one tier there is a file already, as on the CPU.
+    Not on the CPU, whose only tier is a file already.
     """
     return device.kind not in WITHOUT_STREAMS and any(
         _over_host(graph, device, host_budget) for _, graph in uniform.values()
@@ -268,56 +269,56 @@ def _over_host(graph: Graph, device: DeviceInfo, host_budget: int | None) -> boo
 
 
 def used_by_others(runs: Measurer) -> int:
-    """Bytes on the device that processes other than the measuring one hold."""
+    """Bytes on the device that other processes than the measuring one hold."""
     return int(runs.call("autockpt.cost.op_times:memory_of_others", {})["bytes"])
 
 
 def leanest(graphs: UniformRuns) -> tuple[dict[str, Choice], Graph]:
-    """The uniform plan with the smallest peak; recompute where it is among them, since it runs every op there is."""
+    """The uniform plan with the smallest peak; recompute if it is among them, as it runs every op."""
     if "recompute" in graphs:
         return graphs["recompute"]
     return min(graphs.values(), key=lambda pair: pair[1].peak_bytes)
 
 
 def uniform_graphs(
-    traces: Traces,
+    tracer: PlanTracer,
     blocks: Sequence[Unit],
     kinds: Sequence[str],
     besides: Mapping[str, Choice] | None = None,
     listener: Listener = Silence(),
 ) -> UniformRuns:
-    """Ghost runs of every unit on the same choice, by kind. Those that this model refuses are left out.
+    """Ghost runs of uniform plans by kind, without those that the model refuses.
 
-    ``besides`` are choices for other units, in each of them. ``listener`` sees the ghost runs pass.
-    Raises ConflictError where it refuses all but ``save``.
+    ``besides`` are choices for other units in each of them. ``listener`` is told of each ghost run.
+    Raises ConflictError where the model refuses all but ``save``.
     """
     names = [unit.name for unit in blocks]
     plans = {kind: {**dict.fromkeys(names, on_all_layers(kind)), **(besides or {})} for kind in kinds}
-    found, refused = _ghost_runs(traces, plans, listener)
+    found, refused = _ghost_runs(tracer, plans, listener)
     if refused is not None and set(found) <= {SAVE.kind}:
         raise refused
     return {kind: (plans[kind], graph) for kind, graph in found.items()}
 
 
 def head_graphs(
-    traces: Traces, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
+    tracer: PlanTracer, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
 ) -> Heads | None:
-    """Ghost runs with each choice on the output head alone, as ``uniform_graphs`` gives those of the blocks."""
+    """Ghost runs with each choice on the output head alone, without those that the model refuses."""
     if head is None:
         return None
-    return Heads(head, _ghost_runs(traces, {choice: {head.name: choice} for choice in choices}, listener)[0])
+    return Heads(head, _ghost_runs(tracer, {choice: {head.name: choice} for choice in choices}, listener)[0])
 
 
 def _ghost_runs(
-    traces: Traces, plans: Mapping[T, Mapping[str, Choice]], listener: Listener
+    tracer: PlanTracer, plans: Mapping[T, Mapping[str, Choice]], listener: Listener
 ) -> tuple[dict[T, Graph], ConflictError | None]:
-    """The ghost runs of those plans that the model does not refuse, and its last refusal."""
+    """The ghost runs of plans that the model does not refuse, and its last refusal."""
     found: dict[T, Graph] = {}
     refused = None
-    traces.ahead(plans.values())
+    tracer.ahead(plans.values())
     for key, plan in plans.items():
         try:
-            found[key] = traces.trace(plan)
+            found[key] = tracer.trace(plan)
         except ConflictError as error:
             refused = error
         listener.advance()
@@ -325,7 +326,7 @@ def _ghost_runs(
 
 
 def build_profile(
-    traces: Traces,
+    tracer: PlanTracer,
     times: OpTimes,
     uniform: UniformRuns,
     *,
@@ -338,22 +339,21 @@ def build_profile(
     listener: Listener = Silence(),
     late: Callable[[], bool] = lambda: False,
 ) -> CostModel:
-    """Ghost-run each choice on one unit of each kind and read off what it costs.
+    """Ghost-run each choice on one unit of each kind, and derive its costs.
 
-    ``uniform`` are the ghost runs of ``uniform_graphs``, save among them; ``extra`` choices are put on the menus, too.
-    ``needs`` as for ``Predictor``; ``head`` are the ghost runs of ``head_graphs``. Where the host budget (bytes) binds,
-    choices that offload come with the disk tier as well, if its bandwidth is known; under FSDP2, where ``gathered``
-    allows it, every choice with the weights gathered as well. ``listener`` sees the ghost runs. Once it is ``late``
-    menus get nothing but recomputing besides what is on them already.
+    ``uniform`` are the ghost runs of ``uniform_graphs``, ``head`` those of ``head_graphs``, ``needs`` is as for
+    ``Predictor``. Menus also get the ``extra`` choices, choices with the disk tier where the host budget (bytes) binds
+    and the disk was timed, and under FSDP2 with ``gathered`` every choice with its weights kept gathered. ``listener``
+    is told of the ghost runs. Once it is ``late`` no choices but recomputing are ghost-run.
     """
     base = uniform["save"][1]
-    predictor = Predictor(traces, times, host_budget, needs)
+    predictor = Predictor(tracer, times, host_budget, needs)
     for choices, graph in uniform.values():
         predictor.learn(choices, graph)
     units = representatives(base.blocks()).values()
     variants: dict[tuple[int, Choice], Graph] = {}
     if {Selective().kind, Remake().kind} & {*uniform}:  # their options are found in a unit that is recomputed
-        traces.ahead({unit.name: RECOMPUTE} for unit in units)
+        tracer.ahead({unit.name: RECOMPUTE} for unit in units)
         variants = {(unit.kind, RECOMPUTE): predictor.graph({unit.name: RECOMPUTE}) for unit in units}
     regathered = gathered_again(base) if gathered else set()
     disk = bool(times.disk_out_bandwidth) and wants_disk(uniform, predictor.device, host_budget)
@@ -363,7 +363,7 @@ def build_profile(
         choices += [GATHERED] if unit.name in regathered else []
         choices = [choice for choice in dict.fromkeys((*choices, *extra)) if choice != SAVE]
         wanted += ((unit, choice) for choice in choices if (unit.kind, choice) not in variants)
-    traces.ahead({unit.name: choice} for unit, choice in wanted)
+    tracer.ahead({unit.name: choice} for unit, choice in wanted)
     listener.stage("ghost-run each choice on one layer", len(wanted))
     with predictor.watched(listener):
         for unit, choice in wanted:
@@ -372,7 +372,7 @@ def build_profile(
                     variants[unit.kind, choice] = predictor.graph({unit.name: choice})
     menus = build_menus(base, variants, predictor.simulation, times.host_seconds_of)
     if RECOMPUTE.kind in uniform:
-        menus = beside_collectives(menus, base, uniform[RECOMPUTE.kind][1], predictor.simulation)
+        menus = overlapping_collectives(menus, base, uniform[RECOMPUTE.kind][1], predictor.simulation)
     if regathered:
         kept = {block.name: GATHERED for block in base.blocks() if (block.kind, GATHERED) in variants}
         menus = with_gathered(menus, base, predictor.graph(kept), predictor.simulation)
@@ -402,7 +402,7 @@ def _choices_to_try(
     """
     yield from (choice for kind in kinds if (choice := on_all_layers(kind)) not in (SAVE, Segment()))
     if recomputed is not None and Selective().kind in kinds:
-        most = MOST_SETS_BESIDE if Remake().kind in kinds else MOST_SETS
+        most = FEWER_SETS if Remake().kind in kinds else MOST_SETS
         yield from selective_front(recomputed, unit, times, most)
     if recomputed is not None and Remake().kind in kinds:
         yield from remake_front(recomputed, unit, times)
@@ -411,7 +411,7 @@ def _choices_to_try(
 
 
 def segments_of(base: Graph, menus: Iterable[Menu]) -> Segments | None:
-    """What segments cost: of the model's first blocks, as far as they are named alike. None without recompute."""
+    """The costs of segments of the model's first blocks, as far as these are named alike. None without recompute."""
     by_kind = {menu.kind: {item.choice: item for item in menu.items} for menu in menus}
     blocks = base.blocks()
     family = [unit for unit in blocks if NUMBERS.sub("", unit.name) == NUMBERS.sub("", blocks[0].name)]

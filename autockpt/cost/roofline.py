@@ -1,11 +1,11 @@
-"""Op times of a device that is not at hand: a roofline from its description.
+"""Op times of a described device by a roofline model, and nominal op times for devices without a description.
 
 An op takes as long as the slower of its arithmetic and its bytes (Williams, Waterman, Patterson: Roofline, 2009), each
 at the share of the peak that real kernels reach, and no less than a kernel takes to start. Products of small
 matrices fall short of the peak as ``Efficiency`` says; kernels that are slow for other reasons, such as random numbers
-on a CPU, have rates of their own. The host hides behind a GPU while its queue is deep: see ``queue_floor``.
+on a CPU, have rates of their own. The host's time is hidden while the GPU's queue is full: see ``queue_floor``.
 
-Where nothing was timed or described, nominal rates are good for ranking choices, not for seconds.
+Nominal rates are good for ranking choices, not for seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from autockpt.tracing.kernels.signature import ATTENTION
 VIEW_SHARE = 0.4  # of an op's host time: a view launches nothing
 # Parameters per kernel of the grouped optimizers: 30 to 110 in ATen's MultiTensorApply.cuh, by tensors per parameter.
 GROUPED_PARAMETERS = 36
-# Host time of a region that runs again (contexts, saved tensors, a second pass through the engine) besides its ops, in
-# ops, where a description does not say: 87 to 116 where it was measured (results/roofline_cpu_202611).
+# Host time of a recomputed region besides its ops (contexts, saved tensors, a second pass through the engine), in ops,
+# for descriptions without it: 87 to 116 were measured (results/roofline_cpu_202611).
 REGION_OPS = 100
 HOSTS = (8e-6, 40e-6)  # seconds per op
 MOSTLY_HOST = 0.6  # of a step
@@ -183,7 +183,7 @@ def two_clocks(device: np.ndarray, host: np.ndarray) -> float:
 
 
 def waits_for_host(hardware: Hardware, graph: Graph) -> list[str]:
-    """What the step takes beside a fast and a slow host, in a sentence, where issuing ops is most of it; else nothing.
+    """A note with the step time on a fast and on a slow host, where launching ops takes most of the step.
 
     Hosts of published steps took 9 to 17 us an op, that of our H200 28 to 40 (results/published_gpu_202611).
     """
@@ -211,7 +211,7 @@ def _host_seconds(hardware: Hardware, device: np.ndarray) -> np.ndarray:
 def _rerun_scale(
     hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float], seconds: Mapping[str, float]
 ) -> float:
-    """What running regions again costs the host besides their ops, as a factor on these ops."""
+    """The host's overhead of recomputed regions, as a factor on their ops."""
     extra = again = 0.0
     region = hardware.region_seconds
     if region is None:
@@ -235,7 +235,7 @@ def _rerun_scale(
 
 
 def _optimizer_seconds(hardware: Hardware, graph: Graph, kernels: Mapping[str, float]) -> float:
-    """The optimizer phase: the longer of its kernels and of the host's launches; on a CPU both."""
+    """Seconds of the optimizer: its kernels or the host's launches, whichever take longer; on a CPU both."""
     numbers = [op.signature for op in graph.ops if op.phase == "optimizer"]
     steps = [(graph.work[number], kernels[graph.signatures[number]]) for number in numbers]
     if hardware.kind == "cpu":

@@ -58,15 +58,15 @@ class Tracer:
         device: torch.device | str = "cpu",
         capability: Capability | None = None,
         fallback: bool = True,
-        beside: Tracer | None = None,
+        similar: Tracer | None = None,
     ) -> Tracer:
         """Build the workload of ``spec`` out of ghosts, as it would run on ``device``; no weights, no memory.
 
         For ``device="cuda"`` the step takes CUDA's kernels (attention, dropout, `foreach` optimizers) as a GPU of
         compute ``capability`` (default: that of the local GPU, else 8.0) would; the machine needs none. For described
         ``hardware`` it takes those of the hardware, graphs are as its memory sees them (with what is only counted by
-        rules, such as ``ddp``), and the settings name what only simulated hardware follows. ``beside`` is a tracer of a
-        similar workload, whose process has imported what this takes already.
+        rules, such as ``ddp``), and the settings name what only simulated hardware follows. ``similar`` is a tracer of
+        a similar workload, whose process has imported what this takes already.
 
         With ``fallback`` a workload that cannot be ghost-run is built for real, on the CPU in a child process; not so a
         rank of several (``shard``), as no other is there. Raises WorkloadError or UsageError where the spec cannot be
@@ -80,9 +80,9 @@ class Tracer:
         elif capability is None and target.type == "cuda":
             capability = capability_at(target)  # here: the child sees no GPU
         build, tracer = (spec, target, capability), None
-        if beside is not None and isinstance(beside._backend, GhostPool):
+        if similar is not None and isinstance(similar._backend, GhostPool):
             with suppress(NotForkable, OSError):
-                tracer = cls(beside._backend.with_another(build), view=view)
+                tracer = cls(similar._backend.with_another(build), view=view)
         if tracer is None:
             fallback, most = fallback and spec.shard is None, MOST if can_fork() else 1
             tracer = _ghost_or_recorded(lambda source: _start(source, build), fallback, view, most)

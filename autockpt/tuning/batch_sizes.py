@@ -1,7 +1,7 @@
 """Search micro-batch, accumulation and plan together for the most tokens per second. The rows of an update stay.
 
-Larger micro-batches keep a device busier and leave less memory to save activations in. Tokens per second have one
-summit over the sizes. The climb begins at the largest size that fits with everything saved; every size gets a search of
+Larger micro-batches keep a device busier and leave less memory for activations, so tokens per second have one maximum
+over the sizes. Hill climbing begins at the largest size that fits with everything saved. Every size gets a search of
 its own, and the best one the trials that are left.
 """
 
@@ -27,11 +27,11 @@ from autockpt.tuning.job_sizes import LEAN_KINDS, job_of, largest_that_fits, lea
 from autockpt.tuning.search import Search, run_search, save_plan_copy
 from autockpt.tuning.traced_model import kinds_of, tracer_of
 
-FEWEST = 3  # candidates of the first search of a size
-LAST = 0.15  # share of the time limit with less than which no further search is begun: tracing alone takes that
+FEWEST = 3  # candidates of the first search of each size
+LAST = 0.15  # share of the time limit that tracing alone takes: with less left, no further search is begun
 APART = 0.02  # share of an update's time by which simulated settings must differ to be distinguished
 SizeSearch = Callable[[int, int, float | None], SearchOutcome]
-"""The search of a micro-batch: its size, candidates, seconds left. It goes on where an earlier one ended."""
+"""Searches one micro-batch size: (size, candidates, seconds left). A second search of a size continues the first."""
 
 
 def search_batch_sizes(request: SearchRequest, listener: Listener, search: Search = run_search) -> BatchAnswer:
@@ -54,7 +54,7 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
             remedy="Leave --accumulate out: it is what the search decides.",
         )
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
-    with ExitStack() as stack:  # runs are kept even where none is asked for: a size is searched on where it was
+    with ExitStack() as stack:  # runs are always kept, so that a second search of a size continues
         out = request.out or Path(stack.enter_context(TemporaryDirectory()))
 
         def job(size: int) -> SearchRequest:
@@ -74,7 +74,7 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
         refuse_dependent_rows(job)
         top = climb.summit(sizes, largest("save"), largest(*LEAN_KINDS), share, request.trials)
         left, found = request.trials - climb.spent, climb.found[top]
-        # not where saving everything fits, nor where a simulation ended: more candidates could not bring more
+        # if saving everything fits, or in a simulation, more candidates cannot help
         if left > 0 and found is not None and found.binding and found.source == "measured":
             climb.at(top, share + left)
     answer = climb.answer()
@@ -83,9 +83,9 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
 
 @dataclass
 class Climb:
-    """Searches of single sizes, and what came of them. The ``clock``'s time limit is for all of them.
+    """Hill climbing over sizes by a search of each. The ``clock``'s time limit is for all of them.
 
-    ``skipped`` are sizes that were to be searched when too little of it was left.
+    ``skipped`` are sizes for which too little of it was left.
     """
 
     rows: int
@@ -95,12 +95,12 @@ class Climb:
     skipped: set[int] = field(default_factory=set)
 
     def summit(self, sizes: Sequence[int], begin: int, highest: int, trials: int, most: int) -> int:
-        """The size at the summit: up from ``begin``, else down. Each gets ``trials`` candidates.
+        """The best size, looked for upwards from ``begin``, else downwards. Each gets ``trials`` candidates.
 
-        Upwards one worse size is passed over: plans change from size to size, and may gain more at the next. No size is
-        begun once ``most`` candidates are spent. Raises InfeasibleError where not even the smallest fits.
+        Upwards one worse size is skipped, as another plan may gain more at the next one. No size is begun once ``most``
+        candidates are spent. Raises InfeasibleError where not even the smallest fits.
         """
-        while (best := self.at(begin, trials)) is None:  # its ghost runs were too hopeful
+        while (best := self.at(begin, trials)) is None:  # its ghost runs were too optimistic
             begin = sizes[sizes.index(begin) - 1]
         top = begin
         above = [size for size in sizes if begin < size <= highest]
@@ -118,7 +118,8 @@ class Climb:
         return top
 
     def at(self, size: int, trials: int) -> BatchSetting | None:
-        """The best plan of a micro-batch; None where nothing fits. A size searched before is searched on."""
+        """The best plan of a micro-batch size; None where nothing fits. A size that was searched before is
+        continued."""
         left, known = self.clock.seconds_left, any(self.found.values())
         if known and left < LAST * (self.clock.timeout or 0.0):
             self.skipped.add(size)
@@ -140,7 +141,7 @@ class Climb:
         return self.best(size)
 
     def best(self, size: int) -> BatchSetting | None:
-        """What a search of this size found."""
+        """The result of the search of this size."""
         outcome = self.found.get(size)
         return None if outcome is None or outcome.plan is None else batch_setting(size, self.rows, outcome)
 
@@ -178,7 +179,7 @@ class Climb:
 
 
 def batch_setting(size: int, rows: int, outcome: SearchOutcome) -> BatchSetting:
-    """The plan that a search found as a setting of the update."""
+    """The result of the search of a size as a setting."""
     chosen = outcome.rows[-1]
     score = chosen.measured or chosen.predicted
     plan = chosen.name if outcome.plan is None else tally(outcome.plan.expand_planned())
@@ -200,11 +201,11 @@ NOTES = (
 # -- rows that depend on each other -----------------------------------------------------------------------------------
 
 SIZES = (2, 3)
-"""Rows of the two runs: single rows are broadcast, and batch norms refuse them."""
+"""Rows of the two ghost runs. Not 1, as single rows are broadcast and batch norms refuse them."""
 
 
 def refuse_dependent_rows(job: Callable[[int], SearchRequest]) -> None:
-    """Raise UsageError where another micro-batch is another training, as rows of a batch depend on each other.
+    """Raises UsageError where the rows of a batch depend on each other, so that another micro-batch trains differently.
 
     Two batch sizes are ghost-run. An op of the forward whose output grows with the square of the rows compares rows, as
     contrastive losses do. A batch norm that returns the statistics of its batch combines them. A model that cannot be
@@ -223,7 +224,7 @@ def refuse_dependent_rows(job: Callable[[int], SearchRequest]) -> None:
 
 
 def meetings(small: Graph, large: Graph) -> Iterator[str]:
-    """Ops that read several rows at once, with their modules, by the traced steps of ``SIZES`` rows."""
+    """Ops that combine several rows, with their modules, found in the traced steps of ``SIZES`` rows."""
     few, many = SIZES
     others = dict(_numbered(large))
     for key, op in _numbered(small):
@@ -235,7 +236,7 @@ def meetings(small: Graph, large: Graph) -> Iterator[str]:
 
 
 def _numbered(graph: Graph) -> Iterator[tuple[tuple[str, str, int], Op]]:
-    """The ops of the forward, each by its module, its name and how often that came before there."""
+    """The ops of the forward, by module, name and how often that name occurred there before."""
     before = Counter[tuple[str, str]]()
     for op in graph.ops:
         if op.phase == "forward":
@@ -245,5 +246,5 @@ def _numbered(graph: Graph) -> Iterator[tuple[tuple[str, str, int], Op]]:
 
 
 def _elements(op: Op) -> list[int]:
-    """How many numbers each floating tensor holds that the op returns, empty ones left out."""
+    """The number of elements of each floating tensor that the op returns, without empty ones."""
     return [count for made in op.outputs if "f" in made.dtype and (count := math.prod(made.shape))]

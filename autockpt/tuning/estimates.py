@@ -1,4 +1,5 @@
-"""Simulate whether a training fits, with what plan and how fast: one row for each model, card, batch and method."""
+"""``estimate``: simulate whether training fits, with what plan and how fast; a row per model, card, batch and
+method."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from autockpt.workload.configs import find_config
 from autockpt.workload.factory import is_factory
 
 CHOICES = ("save", "recompute", "offload", "recompute_offload", "chunked_softmax")
-"""Choices of whole layers, and of the output head. ``search`` has finer ones, which take it longer to weigh."""
+"""Choices for whole layers and the output head. ``search`` has finer ones, for which it takes longer."""
 
 
 def estimate(
@@ -51,20 +52,20 @@ def estimate(
         raise UsageError(f"--dtype {dtype} is not known", remedy=f"Write one of {', '.join(get_args(Dtype))}.")
     named = [models] if isinstance(models, str) else list(models)
     known = {card: load_hardware(card) for card in ([cards] if isinstance(cards, str) else cards)}
-    ways: list[tuple[int | None, bool]] = [(None, False)] * full
-    ways += [(lora, False), *[(lora, True)] * qlora] if lora > 0 else []
-    if not ways:
+    methods: list[tuple[int | None, bool]] = [(None, False)] * full
+    methods += [(lora, False), *[(lora, True)] * qlora] if lora > 0 else []
+    if not methods:
         raise UsageError(
             "neither full training nor adapters are to be estimated", remedy="Leave --no-full or --lora out."
         )
-    for name in named:  # a misspelt one is no row
+    for name in named:  # a misspelt name is an error, not a row
         if not is_factory(name):
             find_config(WorkloadSpec(model=name))
     space, budget = SearchSpace().restricted(CHOICES), parse_budget("auto").with_headroom(None, simulated=True)
 
     def rows() -> Iterator[Estimate]:
         earlier: dict[tuple[str, str, int | None, bool], list[Estimate]] = {}
-        for model, card, batch, length, (rank, in_4bit) in product(named, known, batch_sizes, seq_lens, ways):
+        for model, card, batch, length, (rank, in_4bit) in product(named, known, batch_sizes, seq_lens, methods):
             asked: dict[str, Any] = {
                 "model": model, "batch_size": batch, "seq_len": length, "lora": rank, "load_in_4bit": in_4bit
             }  # fmt: skip
@@ -125,7 +126,7 @@ def estimate_step(
 
 
 def _answered(row: Estimate, request: SearchRequest, listener: Listener, **sizes: int | None) -> Estimate:
-    """The row of a request, with what trains in other ``sizes``."""
+    """The row of a request, with the training step in other ``sizes``."""
     try:
         outcome = run_search(job_of(request, **sizes) if sizes else request, listener)
     except InfeasibleError as error:

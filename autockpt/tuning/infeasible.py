@@ -1,7 +1,7 @@
-"""What a search answers where nothing fits: the least that any plan needs, and changes of the job that would fit.
+"""The answer of a search where no plan fits: the least that any plan needs, and changes of the job that would fit.
 
-Changes are smaller batches, the head in chunks, adapters, leaner optimizers, more devices. Each is ghost-run with one
-choice on all layers, so a search after it can only do better. The mildest change of each kind that fits is reported.
+Changes are smaller batches, the head in chunks, adapters, leaner optimizers, more devices. Each is ghost-run with
+uniform plans, so a search of it can only do better. The mildest change of each kind that fits is reported.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def nothing_fits(
 
 
 def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> InfeasibleError:
-    """The error for a device that the leanest there is runs out of memory on: ``what``, as it said ``why``."""
+    """The error where even the leanest plan runs out of memory: ``what`` failed, and ``why``."""
     remedy = f"{SMALLER[:1].upper() + SMALLER[1:]}."
     return InfeasibleError(f"{what} on this device: {why}", remedy=remedy, smallest_peak=smallest_peak)
 
@@ -83,10 +83,9 @@ def out_of_memory(what: str, why: str, smallest_peak: int | None = None) -> Infe
 def explain_refusal(
     error: InfeasibleError, prepared: Prepared, run: RunDirectory | None, cost_model: CostModel | None, clock: Clock
 ) -> None:
-    """That nothing fits is an answer, too: ``run`` says so, and ``error`` says what would fit.
+    """Write to ``run`` that nothing fits, and add to ``error`` what would fit.
 
-    That is a change of the job, or chunks of its output head. Changes are looked for where the budget is no share of
-    the job's own peak, and within the ``clock``'s time limit.
+    Changes of the job are looked for unless the budget is a share of the job's own peak, within the ``clock``'s limit.
     """
     request, traced = prepared.request, prepared.traced
     outlook = Outlook(plans=ghost_runs(cost_model) if cost_model is not None else (), infeasible=error.message)
@@ -118,7 +117,7 @@ def explain_refusal(
         elif late():
             limit = f"no longer than the time limit of {clock.timeout:g} s"
             error.remedy += f"\nWhat would fit was looked for {limit}, and not found by then."
-        else:  # what was tried in vain is no advice
+        else:  # do not suggest what was tried in vain
             error.remedy = error.remedy.replace(f", or {SMALLER}", "")
             tried = "Smaller batches, the head in chunks, leaner optimizers and shorter sequences"
             error.remedy += f"\n{tried} were ghost-run: none fits."
@@ -130,19 +129,19 @@ def explain_refusal(
             "60%act: 60 % of the way from the peak of the leanest plan without a choice for the output head to that of "
             "saving everything."
         )
-    # what was assumed, or what has no choice, may be that which makes nothing fit
+    # assumptions, or modules without a choice, may be why nothing fits
     if notes := (*traced.tracer.notes, *traced.left_out):
         error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
 
 
-def describe(way: Alternative) -> str:
-    """One line for people."""
-    step = f", {way.step_seconds:.3g} s a step" if way.step_seconds is not None else ""
-    about = "" if way.step_seconds is not None else "about "
-    spare = f"fits with {format_bytes(way.spare_bytes)} to spare, " if way.spare_bytes is not None else ""
+def describe(change: Alternative) -> str:
+    """An alternative as one line of text."""
+    step = f", {change.step_seconds:.3g} s a step" if change.step_seconds is not None else ""
+    about = "" if change.step_seconds is not None else "about "
+    spare = f"fits with {format_bytes(change.spare_bytes)} to spare, " if change.spare_bytes is not None else ""
     return (
-        f"{way.options}: {spare}simulated peak {format_bytes(way.peak_bytes)} with {way.plan}{step}, "
-        f"{about}{way.relative_cost:.2f} times the seconds per token of the leanest plan ({way.effect})"
+        f"{change.options}: {spare}simulated peak {format_bytes(change.peak_bytes)} with {change.plan}{step}, "
+        f"{about}{change.relative_cost:.2f} times the seconds per token of the leanest plan ({change.effect})"
     )
 
 
@@ -195,7 +194,7 @@ def alternatives(
         """Whether a change is found by now that needs no further devices."""
         ways = (_mildest(family, what_if, standard) for family in families if not what_if.late())
         found.extend(islice(filter(None, ways), most))
-        return any(SHARED not in way.options for way in found)
+        return any(SHARED not in change.options for change in found)
 
     chunks = [] if chunked else [_in_chunks(as_it_is)]
     if not try_each(batches, chunks, _with_adapters(as_it_is), _lean_optimizers(as_it_is), _sharded(as_it_is)):
@@ -208,7 +207,7 @@ def alternatives(
             whole = [change for change in start if FOUR_BITS not in change.options]  # packed weights are not divided
             shared = () if found else _sharded(whole[-1])
             try_each(chain(start[1:], _shorter_sequences(start[-1], length), shared))
-    return tuple(sorted(found, key=lambda way: SHARED in way.options)[:MOST])
+    return tuple(sorted(found, key=lambda change: SHARED in change.options)[:MOST])
 
 
 def _in_chunks(of: Change) -> Change:
@@ -288,14 +287,14 @@ def _mildest(changes: Iterable[Change], what_if: WhatIf, standard: float) -> Alt
             found = [(change, Variant(change.job, what_if, stack, chunked=change.chunked)) for change in changes][::-1]
             sizes = range(1, len(found) + 1)
             at = largest_that_fits(sizes, lambda size: found[size - 1][1].least_bytes(), what_if.budget_bytes)
-            return None if at is None else _way(*found[at - 1], what_if, standard)
+            return None if at is None else _alternative(*found[at - 1], what_if, standard)
         except AutockptError:
             return None
         finally:
             what_if.listener.advance()
 
 
-def _way(change: Change, variant: Variant, what_if: WhatIf, standard: float) -> Alternative | None:
+def _alternative(change: Change, variant: Variant, what_if: WhatIf, standard: float) -> Alternative | None:
     """The change with the fastest uniform plan that fits."""
     known = {kind: prediction for kind in what_if.kinds if (prediction := variant.predicted(kind)) is not None}
     fitting = [kind for kind, prediction in known.items() if prediction.peak_bytes <= what_if.budget_bytes]

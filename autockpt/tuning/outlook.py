@@ -29,9 +29,9 @@ KEPT = 64  # ghost runs on record, the latest
 
 
 def look_around(cost_model: CostModel, loop: Loop, known: Outlook | None, share: float = SHARE) -> Outlook:
-    """Predictions by the ghost runs of this search, and by those of plans for other budgets.
+    """The predictions of this search, and of plans for other budgets, which are ghost-run here.
 
-    They end after this ``share`` of the search's time. ``known`` is from an earlier search of this question.
+    These take at most a ``share`` of the search's time. ``known`` is from an earlier search of this question.
     """
     assert loop.best is not None
     clock, predictor = loop.clock, cost_model.predictor
@@ -53,9 +53,10 @@ def look_around(cost_model: CostModel, loop: Loop, known: Outlook | None, share:
 def plans_around(
     cost_model: CostModel, trials: Sequence[Trial], best: Trial, budget_bytes: int
 ) -> Iterator[dict[str, Choice]]:
-    """The fastest plan for each of a few budgets, those next to ``budget_bytes`` first, a larger and a smaller in turn.
+    """The fastest plan for each of a few budgets, the nearest to ``budget_bytes`` first, larger and smaller
+    alternating.
 
-    Copies hide as in the ``best`` plan, and bytes are off as that one's were.
+    Copies hide as in the ``best`` plan, and peaks are corrected by its error.
     """
     hidden = float(best.parameters.get(HIDDEN_COPIES, 0.0))
     unscaled_problem = cost_model.problem(0)
@@ -104,5 +105,5 @@ def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_
 
 
 def ghost_runs(cost_model: CostModel) -> tuple[GhostAnswer, ...]:
-    """What the search ghost-ran so far."""
+    """All plans that were ghost-run so far, with their predictions."""
     return tuple(GhostAnswer(choices=choices, predicted=p) for choices, p in cost_model.predictor.ghost_runs)

@@ -1,8 +1,8 @@
-"""All stages of a pipeline: a search for each, leaner plans where the slowest leaves time, and a cut that is faster.
+"""Plans for all stages of a pipeline: a search for each, and a better balance of layers between them.
 
-Stages are independent jobs, and a step of the pipeline goes at the pace of the slowest. So every other stage may take
-as long: it gets the leanest plan that does. What another number of layers would do to a stage is read off its menu: a
-layer's seconds and bytes add up.
+Stages are independent jobs, and the slowest one determines the step time of the pipeline. So every other stage gets the
+leanest plan that is no slower. Another number of layers for a stage is predicted from its menu, as the seconds and
+bytes of layers add up.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autockpt.tuning.trials import peak_of_trial
 
 PLAN_OF_STAGE = "plan_of_stage.yaml"
 WORTH = 0.01
-"""Share of the slowest stage's step that another cut must gain to be named."""
+"""Share of the slowest stage's step that another cut must gain to be suggested."""
 Seconds = Callable[[int], float]
-"""Of a stage's step with so many layers; infinite where they do not fit."""
+"""Predicts step seconds of a stage from its number of layers; infinite where they do not fit."""
 
 
 def search_stages(request: SearchRequest, listener: Listener, search: Search = run_search) -> PipelineAnswer:
@@ -79,9 +79,9 @@ def search_stages(request: SearchRequest, listener: Listener, search: Search = r
 
 
 def balanced(stages: Sequence[Seconds], layers: int) -> tuple[int, ...]:
-    """Layers of each stage for the shortest step of the slowest: each goes where it leaves the shortest step.
+    """Layers of each stage that make the slowest as fast as possible: each goes where it leaves the shortest step.
 
-    That is the best cut, as no stage is faster with more layers.
+    This greedy cut is optimal, as no stage is faster with more layers.
     """
     cut = [1] * len(stages)
     for _ in range(layers - len(stages)):
@@ -90,7 +90,7 @@ def balanced(stages: Sequence[Seconds], layers: int) -> tuple[int, ...]:
 
 
 def _by_layers(run: RunDirectory, outcome: SearchOutcome) -> Seconds | None:
-    """Seconds by layers of a stage: those of its plan, and what one layer more or less takes and holds.
+    """Predict a stage's seconds from its number of layers, by its plan and by the costs of one layer.
 
     A layer holds weights, gradients and optimizer states as its share of the weights, and what its choice keeps for all
     micro-batches in flight. None where the plan's choices have no known costs.

@@ -1,4 +1,7 @@
-"""Fit the cost coefficients of choices to the measured trials, so that the next solve sees the device as it is."""
+"""Fit the cost of each kind of choice to the measured trials.
+
+Op times miss what happens between ops. So the solver plans with costs that are scaled to what plans really took.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from autockpt.schema import SAVE, Choice, Trial
 from autockpt.schema.choices import choice_kinds
 from autockpt.solvers.problem import Problem, option_of
 
-PRIOR_WEIGHT = 0.3  # one measured trial outweighs the profile about three to one
-PRIOR_ERROR = 0.2  # of the profiled coefficients, as a share: what is within the noise of steps leaves them alone
-HEAD_WEIGHT = 0.03  # the same for what only the output head may do
+PRIOR_WEIGHT = 0.3  # a measured trial outweighs the profile about three to one
+PRIOR_ERROR = 0.2  # relative error of the profiled costs: trials whose noise is larger do not change them
+HEAD_WEIGHT = 0.03  # the same as PRIOR_WEIGHT for choices of the output head alone
 SCALE_RANGE = (0.2, 5.0)
 
 
@@ -27,16 +30,16 @@ class Fit:
     error_seconds: float = 0.0
 
     def predict(self, problem: Problem, choices: Mapping[str, Choice]) -> float:
-        """Step seconds of an assignment. ``problem`` must carry unscaled coefficients."""
+        """Step seconds of an assignment. ``problem`` must have unscaled costs."""
         return self.base_seconds + sum(
             self.scale.get(kind, 1.0) * seconds for kind, seconds in _features(problem, choices).items()
         )
 
 
 def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
-    """Least squares with a prior at the profile's own numbers; robust to few trials.
+    """Least squares with a prior at the profiled costs, so that a few trials are enough.
 
-    ``problem`` must carry unscaled coefficients.
+    ``problem`` must have unscaled costs.
     """
     head_only = set(choice_kinds("head")) - set(choice_kinds("block"))
     scored = [t for t in trials if math.isfinite(t.score_seconds) and priced(problem, t.choices)]
@@ -46,9 +49,9 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     kinds = sorted({kind for row in rows for kind in row})
     seconds = np.array([t.score_seconds for t in scored])
     matrix = np.array([[1.0] + [row.get(kind, 0.0) for kind in kinds] for row in rows])
-    # The prior pulls each scale to 1 with the weight of a fraction of a typical trial, and with no less than the noise
-    # asks for: what a choice adds in all may be less than that, and its scale would be noise. The base is left free,
-    # the output head's price nearly so: a small difference of large numbers, of which not even the sign is sure.
+    # The prior pulls each scale to 1 with the weight of a fraction of a typical trial, or more where steps are noisy: a
+    # choice may add less than the noise, which would then decide its scale. The base is free. The cost of the output
+    # head nearly is, as it is a small difference of large numbers whose sign is unsure.
     head = np.array([kind in head_only for kind in kinds], dtype=bool)
     spread = np.maximum(np.abs(matrix[:, 1:]).max(axis=0, initial=0.0), 1e-9)
     noises = [noise_of(t) * t.score_seconds for t in of_known_noise(scored) or scored]
@@ -66,9 +69,9 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
 
 
 def expected_seconds(problem: Problem, trials: Sequence[Trial]) -> dict[int, float]:
-    """Step seconds of measured trials, by number, as their ghost runs and the fitted coefficients predict them.
+    """Step seconds of measured trials by number, predicted from their ghost runs and the fitted costs.
 
-    ``problem`` must carry unscaled coefficients. Only the ratios count.
+    ``problem`` must have unscaled costs. Only ratios of the results are used.
     """
     scale, expected = fit(problem, trials).scale, dict[int, float]()
     for trial in trials:
@@ -82,28 +85,28 @@ def expected_seconds(problem: Problem, trials: Sequence[Trial]) -> dict[int, flo
 
 
 def noise_of(trial: Trial) -> float:
-    """One standard deviation of a trial's step seconds, about, as a share: half of what holds in 95 of 100 cases."""
+    """About one standard deviation of a trial's step seconds, as a share: half of its 95 % interval's half width."""
     return trial.measured.noise / 2 if trial.measured is not None else 0.0
 
 
 def of_known_noise(trials: Sequence[Trial]) -> list[Trial]:
-    """Those whose noise is known: all but those of a single step, which says nothing of its own."""
+    """Trials whose noise is known, which that of a single step is not."""
     return [trial for trial in trials if trial.measured is None or trial.measured.noise < 1.0]
 
 
 def unseen_bytes(trials: Sequence[Trial]) -> int:
-    """The most bytes by which a measured peak exceeded its prediction; zero where none did."""
+    """The most bytes by which a measured peak exceeded its prediction; 0 where none did."""
     return max([0, *(t.measured.peak_bytes - t.predicted.peak_bytes for t in trials if t.measured and t.predicted)])
 
 
 def priced(problem: Problem, choices: Mapping[str, Choice]) -> bool:
-    """Whether the problem knows a price for every choice: plans from elsewhere may have others."""
+    """Whether the problem has a cost for every choice, which plans of other searches may not have."""
     offered = {unit.name: [option.choice for option in unit.options] for unit in problem.units}
     return all(choice in offered.get(name, [SAVE]) for name, choice in choices.items())
 
 
 def _features(problem: Problem, choices: Mapping[str, Choice]) -> dict[str, float]:
-    """Priced extra seconds by choice kind, over all units."""
+    """Extra seconds by kind of choice, over all units."""
     total: dict[str, float] = {}
     for unit in problem.units:
         choice = choices.get(unit.name, SAVE)

@@ -32,35 +32,35 @@ from autockpt.workload.units import discover_units
 
 MOST_SETS = 4
 WORTH = 0.01
-"""A set must make the expected step this much faster: less cannot be told from the noise of the steps it rests on."""
+"""Share by which a further set must make the expected step faster, so that the gain is not mere noise."""
 FEWEST = 3  # candidates of one length's search
-LAST = 0.15  # share of the time limit with less than which no further length is begun: tracing alone takes that
+LAST = 0.15  # share of the time limit that tracing alone takes: with less left, no further length is begun
 
 
 @dataclass
 class Expected:
-    """What steps take on average over batches whose ``shares`` are by padded length.
+    """The expected step time over batches, whose ``shares`` are by padded length.
 
-    ``plans`` are those that were found, by padded length. Seconds are measured where steps were, else simulated; at
-    lengths in between they lie on lines through the searched ones and through zero.
+    ``plans`` are the plans found so far, by padded length. Seconds are measured where steps were, else simulated.
+    Between searched lengths they are interpolated linearly, through zero at zero.
     """
 
     shares: Mapping[int, float]
     plans: dict[int, Plan] = field(default_factory=dict)
 
     def plain_seconds(self, length: float) -> float:
-        """Of a batch of this length with everything saved."""
+        """Step seconds of plain training with a batch of this length."""
         known = {n: seconds for n, plan in self.plans.items() if (seconds := _seconds(plan)[0]) > 0}
         return _at(length, known.items()) if known else length
 
     def overhead(self, length: float) -> float:
-        """What the best plan for a length adds to a plain step, as a share of it; nothing while all is saved."""
+        """The relative overhead of the best plan for a length; 0 while saving everything fits."""
         known = {n: 0.0 if _saves(plan) else _overhead(plan) for n, plan in self.plans.items()}
         return _at(length, [(self.saves_up_to, 0.0), *known.items()])
 
     @property
     def saves_up_to(self) -> float:
-        """The length up to which saving everything fits, on the line through peaks; 0 where that is unknown."""
+        """The length up to which saving everything fits, interpolated from peaks; 0 where that is unknown."""
         fits = max((n for n, plan in self.plans.items() if _saves(plan)), default=0)
         plain = {n: _plain(self.plans[n]) for n in sorted(self.plans) if n >= fits}
         peaks = {n: score.peak_bytes for n, row in plain.items() if row and (score := row.predicted or row.measured)}
@@ -73,7 +73,7 @@ class Expected:
         return max(fits, min(one + (budget.bytes - first) * (two - one) / (second - first), two - 1))
 
     def seconds(self, bounds: Sequence[int]) -> float:
-        """Of a step, on average, with the plan for each of ``bounds`` on all batches up to it."""
+        """The expected step seconds if batches up to each of ``bounds`` use the plan for that length."""
         bounds = sorted(bounds)
         overheads = {bound: self.overhead(bound) for bound in bounds}
         return sum(
@@ -97,7 +97,7 @@ class Expected:
 
 
 def _at(length: float, known: Iterable[tuple[float, float]]) -> float:
-    """The value at a length, on lines between the ``known`` ones and zero at zero."""
+    """The value at a length, interpolated linearly between the ``known`` ones and zero at zero."""
     points = {0.0: 0.0, **dict(known)}
     lengths = sorted(points)
     return float(np.interp(length, lengths, [points[n] for n in lengths]))

@@ -1,7 +1,7 @@
-"""Profile deep models of equal blocks on a shallow twin: a choice costs the same in each block.
+"""Profile a deep model of equal blocks on a shallow twin, which is much faster to ghost-run.
 
-The twin tells only what choices cost one block. Peaks and step times of plans are those of ghost runs of the whole
-model.
+A choice costs the same in each block, so menus come from the twin. Peaks and step times of plans still come from ghost
+runs of the whole model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autockpt.cost import CostModel, MemoryModel, Predictor, Traces
+from autockpt.cost import CostModel, MemoryModel, PlanTracer, Predictor
 from autockpt.cost.menus import representatives
 from autockpt.cost.profile import segments_of
 from autockpt.errors import AutockptError
@@ -18,7 +18,7 @@ from autockpt.schema import RECOMPUTE, Graph, Hardware, Listener, Silence, Unit,
 from autockpt.tracing import Tracer
 from autockpt.workload.configs import shallow_twin
 
-DEEP = 16  # blocks from which on a twin is worth its while
+DEEP = 16  # blocks from which on a twin saves time
 TWIN_BLOCKS = 4  # of each stack, more where it has more types of blocks
 
 
@@ -35,7 +35,7 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
     if twin is None:
         return None
     try:
-        small = stack.enter_context(Tracer.from_spec(twin, hardware=hardware, fallback=False, beside=tracer))
+        small = stack.enter_context(Tracer.from_spec(twin, hardware=hardware, fallback=False, similar=tracer))
         base, alike = tracer.trace(), small.trace()
     except AutockptError:
         return None
@@ -45,7 +45,7 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
 
 
 def transplanted(
-    small: CostModel, base: Graph, traces: Traces, needs: MemoryModel | None = None, listener: Listener = Silence()
+    small: CostModel, base: Graph, tracer: PlanTracer, needs: MemoryModel | None = None, listener: Listener = Silence()
 ) -> CostModel:
     """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin.
 
@@ -53,7 +53,7 @@ def transplanted(
     """
     listener.stage("ghost-run the whole model, recomputed")
     times = small.profile.op_times
-    predictor = Predictor(traces, times, small.host_budget, needs)
+    predictor = Predictor(tracer, times, small.host_budget, needs)
     predictor.learn({}, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}
@@ -86,9 +86,9 @@ def transplanted(
 
 
 def _matching(small: Graph, whole: Graph) -> dict[int, int] | None:
-    """For each kind of block of the whole model the kind of its twin's that does the same; None where one has none.
+    """For each kind of block of the whole model the equivalent kind of the twin; None where one has no equivalent.
 
-    With adapters the first block is of a kind of its own: nothing before it needs gradients.
+    With adapters the first block is a kind of its own, as nothing before it needs gradients.
     """
     known = {kind: _inside(small, unit) for kind, unit in representatives(small.blocks()).items()}
     found: dict[int, int] = {}
@@ -102,6 +102,6 @@ def _matching(small: Graph, whole: Graph) -> dict[int, int] | None:
 
 
 def _inside(graph: Graph, unit: Unit) -> tuple[str, list[tuple[str, str]], list[tuple[str, int]]]:
-    """What a block runs and what its storages take, in a form that two models can be compared by."""
+    """The ops and storages of a block, comparable between two models."""
     ops = [(op.phase, graph.signatures[op.signature]) for op in graph.ops if op.unit == unit.name]
     return unit.cls, ops, sorted((s.kind, s.bytes) for s in graph.storages if s.unit == unit.name)

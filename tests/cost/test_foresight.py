@@ -46,10 +46,10 @@ def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None
     here = environment("xpu", CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
     needs = local_memory(here)
     assert TABLE_BYTES <= SMALL_SIZE  # or it would keep activations from sharing a segment
-    beside = with_resident(graph, "fingerprints", [TABLE_BYTES], "other")
-    assert needs(graph) == CARD.context_bytes + replay(requests(beside)).reserved
+    preallocated = with_resident(graph, "fingerprints", [TABLE_BYTES], "other")
+    assert needs(graph) == CARD.context_bytes + replay(requests(preallocated)).reserved
     assert needs.within(needs(graph) - (1 << 20))(graph) < needs(graph)  # cached segments are given back
-    libraries = with_resident(beside, "matrix workspaces", [32 << 20] * 2, "other")
+    libraries = with_resident(preallocated, "matrix workspaces", [32 << 20] * 2, "other")
     times = OpTimes(environment=here, seconds={}, workspaces=(32 << 20, 32 << 20))
     needs = local_memory(here, times=times)
     assert needs(graph) == CARD.context_bytes + replay(requests(libraries)).reserved

@@ -1,1 +1,1 @@
-"""What steps run on: a local device, simulated hardware, a compiler."""
+"""What plans are evaluated on: a local device, described hardware, compiled steps. ``base`` has the interface."""

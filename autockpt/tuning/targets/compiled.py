@@ -21,7 +21,7 @@ from autockpt.tuning.targets.measured import FINALS_SHARE, Measured, saving_ever
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 IN_GRAPHS = ("save", "recompute", "selective")
-"""Choices that can be part of a compiled graph, compile_budget besides."""
+"""Choices that can be part of a compiled graph, besides compile_budget."""
 NOT_PREDICTED = (
     "Compiled steps are only measured: ghost runs and op times see eager ops, not what a compiler makes of them, so "
     "nothing is predicted (and a search without --compile offers more choices)."
@@ -34,7 +34,7 @@ _COMPILING = {
 
 @dataclass
 class Compiled(Measured):
-    """Real steps by a measurer that compiles as ``request.compile`` says."""
+    """Measures compiled steps; ``request.compile`` says what is compiled."""
 
     refuses_budgets: bool = field(default=False, init=False)
 
@@ -43,7 +43,7 @@ class Compiled(Measured):
         return self.request.compile or "layers"
 
     def allowed(self, tracer: Tracer) -> tuple[SearchSpace, tuple[str, ...]]:
-        """The choices that can be part of a graph. Raises UsageError where the request contradicts compiling."""
+        """The choices that can be part of a graph. Raises UsageError where the request cannot be compiled."""
         if self.mode == "layers" and tracer.settings.get("units"):
             raise UsageError(
                 f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
@@ -58,11 +58,11 @@ class Compiled(Measured):
         return space.restricted(inside), (*left_out, NOT_PREDICTED)
 
     def cost_model(self, prepared: Prepared) -> None:
-        """None: nothing is known of compiled steps but what they take. Says what takes long."""
+        """There is none. Tells the user what takes long."""
         self.clock.listener.note(_COMPILING[self.mode])
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
-        """Measure a plan; one that the compiler refuses failed."""
+        """Measure a plan. It has failed where the compiler refuses it."""
         try:
             return super().score(candidate, budget_bytes)
         except TimeLimitReached:
@@ -75,8 +75,8 @@ class Compiled(Measured):
             return Score("failed", message=error.message)
 
     def reserved(self, trials: Trials, baselines: Sequence[Trial]) -> float:
-        """What the finals take, plans of an earlier run compiled first; nothing before the two first plans."""
-        if self.clock.timeout is None or len(trials.all) < 2:  # they say what the budget is
+        """The time of the finals, in which plans of an earlier run are compiled again; 0 before the two first plans."""
+        if self.clock.timeout is None or len(trials.all) < 2:  # they define a relative budget
             return 0.0
         contest = [*self._finalists(trials), *saving_everything(baselines)]
         compiling = sum(t.measured.compile_seconds for t in contest if t.measured and t.number < trials.resumed)

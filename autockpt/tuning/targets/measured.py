@@ -1,4 +1,4 @@
-"""Search by real steps, in a worker process or in this one."""
+"""The target that measures real steps, in a worker process or in this one."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Score, Trials, pre
 
 FINAL_SECONDS = 15.0
 FINALS_SHARE = 0.2
-"""Of the time limit, at most, is kept for the finals."""
+"""The largest share of the time limit that is kept for the finals."""
 HURRIED = 0.75
-"""Share of the time limit from which on candidates are timed by a single step."""
+"""Share of the time limit after which candidates are timed by a single step."""
 CONFIRMING_STEPS = 20
 
 MOST_ERROR = 0.01
-"""Share of the step: plans that differ by more are not equally fast, however noisy their measurements."""
+"""Share of the step: plans that differ by more never count as equally fast, however noisy their measurements."""
 SWINGS = 0.25
-"""Noise of a step, as a share, that comes of other work on the machine."""
+"""Relative noise of a step that other work on the machine must have caused."""
 BUSY = "Step times vary strongly: other processes seem to use the machine. Search again with --fresh when it is idle"
 ON_CORES = (
     ", or leave cores to them, here and in training (OMP_NUM_THREADS): threads that wait for one another are slow"
@@ -55,9 +55,9 @@ ON_CORES = (
 
 @dataclass
 class Measured(Target):
-    """Real steps of a described workload in a worker process, or of a live one in this process.
+    """Measures a described workload in a worker process, or a live step in this process.
 
-    Candidates are measured; the best few again, interleaved, and the winner again in a fresh process.
+    Candidates are measured one by one, the best few again interleaved, and the winner once more in a fresh process.
     """
 
     request: SearchRequest
@@ -67,26 +67,26 @@ class Measured(Target):
     measured_before: dict[str, Measurement] = field(default_factory=dict, init=False)  # for the profile, by plan
 
     def trace(self, stack: ExitStack) -> Prepared:
-        """The worker imports and builds while the ghost runs go on here."""
+        """Ghost-run the step while the worker process imports and builds it."""
         request, clock = self.request, self.clock
         clock.listener.stage("trace")
         tracer = stack.enter_context(tracer_of(request))
         space, notes = self.allowed(tracer)
         traced = trace_model(tracer, space, request.allow_inexact, listener=clock.listener)
-        clock.listener.stage("build")  # asking a GPU oneself would open a context, for as long as this process lives
+        clock.listener.stage("build")  # the worker is asked: a context in this process would stay open
         environment = self.measurer.environment
-        if isinstance(self.measurer, WorkerMeasurer):  # whose steps are broken off at the time limit
+        if isinstance(self.measurer, WorkerMeasurer):  # which aborts its steps at the time limit
             stack.enter_context(self.measurer.within(clock.seconds_until_stopped))
-        others = used_by_others(self.measurer)  # to this process the model that the worker has built would be another's
+        others = used_by_others(self.measurer)  # seen from this process, the worker's model would be another's
         compiled = {"compile": request.compile} if request.compile is not None else {}
         return Prepared.of(request, traced, environment, notes, used_by_others=others, **compiled)
 
     def allowed(self, tracer: Tracer) -> tuple[SearchSpace, tuple[str, ...]]:
-        """What the target has of the request's space, and notes on the rest."""
+        """The part of the request's search space that the target supports, and notes on the rest."""
         return self.request.space, ()
 
     def cost_model(self, prepared: Prepared) -> CostModel | None:
-        """By op times of the device; by nominal rates where the time limit leaves no room to time them."""
+        """Build it from op times of the device, or from nominal rates if there is no time to measure them."""
         self.clock.listener.stage("profile")
         times = self._op_times(prepared)
         cost_model = _cost_model(prepared, self.clock, times)
@@ -96,7 +96,7 @@ class Measured(Target):
         return cost_model
 
     def _op_times(self, prepared: Prepared) -> OpTimes | None:
-        """Op times of the workload on the measurer's device; None where the time limit leaves no room for them."""
+        """Op times of the workload on the measurer's device; None if there is no time to measure them."""
         request, traced, clock = prepared.request, prepared.traced, self.clock
         device, budget_bytes = prepared.environment.device, request.budget.budget_bytes
         least = min(prepared.needs(graph) for _, graph in traced.uniform.values())
@@ -122,7 +122,7 @@ class Measured(Target):
         return times
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
-        """Real steps; running out of memory is a result."""
+        """Measure real steps. Running out of memory is a result."""
         known = self.measured_before.get(plan_hash(candidate.choices))
         if known is not None and (budget_bytes is None or known.peak_bytes <= budget_bytes):
             return Score("measured", known)
@@ -142,16 +142,16 @@ class Measured(Target):
         return host_link_lock(kind, [plan.choices for plan in plans], self.clock.listener.note)
 
     def reserved(self, trials: Trials, baselines: Sequence[Trial]) -> float:
-        """What the first rounds of the finals take."""
+        """The time of the first rounds of the finals."""
         contest = [*self._finalists(trials), *saving_everything(baselines)]
         return min(first_rounds(contest), FINALS_SHARE * (self.clock.timeout or 0.0))
 
     def _finalists(self, trials: Trials) -> list[Trial]:
-        """The few that may be the fastest: by what they took alone, and by that and what was predicted.
+        """The few trials that may be the fastest, by their measurements and by predictions.
 
-        What else runs on the machine may slow one trial down, minutes after another; predictions do not know of that,
-        unless the trials have corrected them. How far the two are apart is taken for the error of measurements. It may
-        be that of predictions: the fastest as measured takes part as well.
+        Other work on the machine may have slowed down a single trial, which predictions do not know. The spread between
+        measurements and predictions is taken as the error of measurements. It may be that of predictions, so the
+        fastest as measured takes part as well.
         """
         if not (fitting := trials.ranking()):
             return []
@@ -165,8 +165,8 @@ class Measured(Target):
     def winner(self, trials: Trials, baselines: Sequence[Trial], seconds: float) -> Trial | None:
         """Measure the best few again, interleaved, confirm the winner, and return it with its final numbers.
 
-        Saving everything takes part as well, for overheads are said over it: where ``seconds`` are too few for its
-        first rounds it does not; where they are too few for the best alone, that is the best as it was tried.
+        Saving everything takes part as well, as overheads are relative to it. If ``seconds`` are too few for that, it
+        does not. If they are too few even without, the best trial is returned as it is.
         """
         compared, finalists = saving_everything(baselines), self._finalists(trials)
         if first_rounds([*finalists, *compared]) > seconds:
@@ -188,11 +188,10 @@ class Measured(Target):
     def _fastest(
         self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], baselines: Sequence[Trial], left: float
     ) -> Trial:
-        """The plan that wins the interleaved rounds; the times of the finals go into all trials that took part.
+        """Interleave the finalists and return the winner; all trials that took part get their new times.
 
-        Baselines that did not take part are rescaled: they were measured one after the other, so that their
-        ratios to saving everything hold while the machine drifts. Of plans whose steps cannot be told apart the
-        preferred one wins.
+        Baselines that did not take part are rescaled by the change of plain training, as they were measured next to
+        it. Among plans that cannot be distinguished the preferred one wins.
         """
         playing = {t.number for t in finalists}
         others = [t for n in compared if (t := trials.all[n.number]).measured and t.number not in playing]
@@ -227,15 +226,15 @@ class Measured(Target):
         return named
 
     def confirm(self, choices: Mapping[str, Choice], budget_bytes: int) -> Measurement | None:
-        """Steps in a fresh process under the budget as a real limit.
+        """Measure in a fresh process that enforces the budget as a limit.
 
-        None where the device has no limit (the CPU's peak is exact anyway), and for a live model, of which there is no
+        None where the device cannot enforce one (the CPU's peak is exact anyway), and for a live model, which has no
         second copy.
         """
         worker, listener = self.measurer, self.clock.listener
         if not isinstance(worker, WorkerMeasurer) or not worker.environment.device.enforces_limit:
             return None
-        worker.release()  # two processes on one device would take each other's memory
+        worker.release()  # so that its memory is free
         listener.stage("run the best in a fresh process", CONFIRMING_STEPS)
         until = self.clock.seconds_until_stopped
         with worker.another() as fresh, fresh.within(until), beats_counted(fresh, listener):
@@ -262,7 +261,7 @@ def saving_everything(baselines: Sequence[Trial]) -> list[Trial]:
 
 
 def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) -> CostModel:
-    """What choices cost by these op times; by nominal rates where none are known, good for bytes and for ranking."""
+    """The cost model by these op times; without any by nominal rates, which are good for bytes and for ranking."""
     request, environment, traced = prepared.request, prepared.environment, prepared.traced
     times = times or traced.nominal(environment)
     more = {"host_budget": request.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}

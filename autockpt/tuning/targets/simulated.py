@@ -1,4 +1,4 @@
-"""Search without a step: ghost runs and op times in place of real steps, of described hardware or the local device."""
+"""The target that takes no step: ghost runs and op times simulate described hardware, or the local device."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from autockpt.tuning.traced_model import device_of, local_device, trace_for_hard
 from autockpt.tuning.trials import Candidate, Score
 
 CHECKS_OF_THE_DEEP = 8
-"""Ghost runs that may be spent on refining the plan of a deep model, whose ghost runs are slow."""
+"""Ghost runs for refining the plan of a deep model, whose ghost runs are slow."""
 
 
 @dataclass
 class Simulated(Target):
-    """Candidates are what their ghost runs and op times say; nothing is measured, so nothing is repeated.
+    """Scores candidates by their predictions.
 
-    Op times are a roofline of described hardware; of the local device those of an earlier search, else nominal rates,
-    which rank choices. The choices of a ``plan`` that is to be explained are on the menus, too.
+    Op times come from a roofline of described hardware; for the local device from an earlier search, else from nominal
+    rates, which only rank choices. The menus also have the choices of a ``plan`` that is to be explained.
     """
 
     request: SearchRequest
@@ -36,7 +36,7 @@ class Simulated(Target):
     choices: dict[str, Choice] = field(default_factory=dict, init=False)  # the plan's, by unit
 
     def trace(self, stack: ExitStack) -> Prepared:
-        """A deep model is ghost-run by its shallow twin where hardware is described.
+        """Ghost-run the step; for described hardware a shallow twin stands for a deep model.
 
         Raises PlanError for a plan that does not fit the model.
         """
@@ -61,7 +61,7 @@ class Simulated(Target):
         return Prepared.of(request, traced, environment, [*notes, memory_note(hardware)], device=named)
 
     def cost_model(self, prepared: Prepared) -> CostModel:
-        """With the choices of the plan that no menu has by itself."""
+        """Build it with the choices of the plan besides those of the search space."""
         request, traced, budget_bytes = prepared.request, prepared.traced, prepared.request.budget.budget_bytes
         self.clock.listener.stage("profile")
         if request.hardware is not None:
@@ -79,21 +79,21 @@ class Simulated(Target):
         return cost_model
 
     def _local_times(self, prepared: Prepared) -> OpTimes:
-        """Those of an earlier search of this workload on the local device, else nominal ones."""
+        """Op times of an earlier search of this workload on the local device, else nominal ones."""
         traced, key = prepared.traced, prepared.workload_key
-        lean = (traced.uniform.get("recompute") or traced.uniform["save"])[1]  # all that is timed; copies go by rates
+        lean = (traced.uniform.get("recompute") or traced.uniform["save"])[1]  # it has every op that is timed
         if (cached := cached_op_times(prepared.environment, [lean, *traced.of_heads], key)) is not None:
             return cached
         self.scoring.knows_seconds = False
         return traced.nominal(prepared.environment)
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
-        """The prediction stands."""
+        """The score is the candidate's prediction."""
         return Score("simulated")
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
-    """The space without choices that move bytes where that frees none, and a note on it."""
+    """The space without choices that offload, and a note, where host and device share their memory."""
     moving = [kind for kind in space.choices if kind in MOVING]
     if not hardware.unified_memory or not moving:
         return space, ()
