@@ -1,4 +1,4 @@
-"""From a recording to the schema's Graph. The data comes from the recorder, so nothing is validated."""
+"""Assemble a Graph from a recording. The data comes from the recorder, so nothing is validated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from autockpt.workload.storages import nested_tensors
 _WEIGHT_COPIES = frozenset({"_to_copy"})
 GraphSource = Literal["ghost", "recorded"]
 ModuleUnit = tuple[str, str | None]
-"""A module's path, and the unit that it lies in."""
+"""A module's path, and the unit that contains it."""
 
 
 def to_graph(
     recorder: Recorder, workload: Step, places: Sequence[ModuleUnit], source: GraphSource, units: tuple[Unit, ...] = ()
 ) -> Graph:
-    """What a recorder has recorded of one cycle of ``workload``; ``places`` are those of the location's modules."""
+    """The recorded cycle of ``workload`` as a Graph; ``places`` are the modules of the recorder's location."""
     log = recorder.log
     owners = _owners(log, workload, places)
     kinds, born = _kinds(recorder, workload, owners)
@@ -79,7 +79,7 @@ def _owners(log: StorageLog, workload: Step, places: Sequence[ModuleUnit]) -> di
 def _kinds(
     recorder: Recorder, workload: Step, owners: Mapping[int, str | None]
 ) -> tuple[list[StorageKind], dict[int, int]]:
-    """What each storage of a recording holds, and the module in which it was born."""
+    """The kind of each recorded storage, and the module that made it."""
     log, weights, born = recorder.log, set(owners), dict(recorder.placed)
     kinds: list[StorageKind] = ["other" if birth < 0 else "activation" for birth in log.birth]
     for index, op in enumerate(recorder.ops):

@@ -1,4 +1,4 @@
-"""Sharded steps as ghosts: FSDP2, tensor parallelism and DDP in one process, without a word to the other ranks.
+"""Ghost-run sharded steps (FSDP2, tensor parallelism, DDP) in one process, without communication.
 
 A fork of a training process has none of gloo's threads and NCCL's streams, so that a collective which ran there would
 wait forever; under PyTorch's fake process group there are no other ranks at all. What a collective writes is a ghost

@@ -1,4 +1,4 @@
-"""Which modules are worth a choice, from one recorded step: where nothing repeats, and besides what repeats."""
+"""Find modules that are worth a choice where no blocks repeat, and modules outside of blocks that hold much memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MOST_INSIDE = 24  # a module is not split into more
 WORTH_SPLITTING = 0.5  # the members of a module are chosen for where together they free this part of what it would
 LEAST = 0.01  # of all that is kept: what frees less is left out
 MOST_NAMED = 4
-MUCH = 0.1  # of the peak: modules that are no units and hold so much together are worth a note
+MUCH = 0.1  # of the peak: modules without a choice that hold this much together are worth a note
 
 
 def find_cuts(graph: Graph, called: Collection[str]) -> list[str]:
-    """Names of the modules that keep the most for backward beyond what they are given, none inside another.
+    """Names of the modules that keep the most for backward beyond their inputs, none inside another.
 
     ``graph`` saves everything; ``called`` are the modules with a forward of their own that ran. A module is split into
     its members where these free nearly as much: several small ones need less when they run again than one large one.
-    The root is never one of them: to run the whole model again frees nothing at the peak.
+    The root is never one of them, as recomputing the whole model frees nothing at the peak.
     """
     kept, given = bytes_of_modules(graph)
     members: dict[str, list[str]] = defaultdict(list)
@@ -46,7 +46,7 @@ def find_cuts(graph: Graph, called: Collection[str]) -> list[str]:
 
 
 def cuts_note(graph: Graph, cuts: Sequence[str]) -> str:
-    """One sentence on the cuts and on what they hold."""
+    """A note on the cuts and the bytes that they hold."""
     kept, given = bytes_of_modules(graph)
     held, inputs = (sum(of.get(cut, 0) for cut in cuts) for of in (kept, given))
     part = f"{held / kept[''] * 100:.0f} % of" if kept.get("") else ""
@@ -57,7 +57,7 @@ def cuts_note(graph: Graph, cuts: Sequence[str]) -> str:
 
 
 def left_out_notes(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
-    """A sentence on modules that keep much of the peak for backward and are no units, the largest first; else none.
+    """A note on modules without a choice that hold much of the peak for backward, if there are any.
 
     ``graph`` saves everything; ``outside`` are the modules that were called outside of units and of the output head.
     """
@@ -78,7 +78,7 @@ def left_out_notes(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
 
 
 def bytes_of_modules(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
-    """By module, all it contains included: bytes that its first forward leaves for backward, and bytes of its inputs.
+    """By module with its contents: bytes that its first forward leaves for backward, and bytes of its inputs.
 
     The empty name is the whole model. Inputs are activations that are made elsewhere, each counted once.
     """

@@ -1,4 +1,8 @@
-"""The ghost run's dispatch mode: every op takes its real path, no kernel touches a ghost."""
+"""The ghost run's dispatch mode: every op takes its real path through autograd, but no kernel runs on a ghost.
+
+A ghost is a CPU tensor in reserved address space without memory behind it. Real autograd, hooks and appliers work on
+it, and its storage lives exactly as long as a real one.
+"""
 
 from __future__ import annotations
 

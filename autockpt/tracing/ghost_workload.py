@@ -1,4 +1,4 @@
-"""Turns a workload's tensors into ghosts: in place where the process may be spoilt, else on a copy."""
+"""Turn a workload's tensors into ghosts: in place in a process that has no other use for it, else on a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in the model and in the step an op runs: its phase and the module it belongs to."""
+"""The phase and the module that each recorded op belongs to, found by module hooks and autograd's sequence numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several processes with the same ghost workload, so that plans which will be asked for are ghost-run side by side."""
+"""A pool of processes with the same ghost workload, which ghost-run several plans in parallel.
+
+Solvers ask for one plan at a time; ``ahead`` tells the pool which ones they will need.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,16 @@ from autockpt.schema.graph import Graph
 from autockpt.tracing.process import TRACE, Build, GhostProcess, NotForkable, can_fork
 
 MOST = 4
-WORTH = 0.2  # seconds of ghost runs from which on a further process is forked for them
+WORTH = 0.2  # seconds of waiting ghost runs that make a further process worthwhile
 
 _Key = tuple[tuple[str, Choice], ...]
 
 
 class GhostPool:
-    """Answers as ``first`` would. Up to ``most`` are forked from it where there is enough to do ``ahead``, and a core
-    for each; one that dies is done without, but for the first."""
+    """Answers as the process ``first`` would, with up to ``most`` processes that are forked from it when needed.
+
+    A fork that dies is not replaced; the death of the first is an error.
+    """
 
     def __init__(self, first: GhostProcess, most: int = MOST) -> None:
         self._first, self._most = first, most
@@ -30,10 +35,10 @@ class GhostPool:
         self._busy: dict[GhostProcess, _Key] = {}
         self._done: dict[_Key, Any] = {}
         self._seconds = 0.0  # of the last ghost run that was waited for
-        self.found = first.found
+        self.first_cycle = first.first_cycle
 
     def with_another(self, build: Build) -> GhostPool:
-        """One whose first process is forked from this one's to ``build`` another workload.
+        """A pool for another workload, whose first process is forked from this one's to ``build`` it.
 
         Raises NotForkable, or what building raises.
         """
@@ -42,7 +47,7 @@ class GhostPool:
         return GhostPool(self._first.fork_again(build), self._most)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
-        """Begin with plans that ``trace`` will be asked for, in about this order."""
+        """Begin with plans that ``trace`` will be asked for, in this order."""
         self._waiting = {tuple(plan.items()): plan for plan in plans}
         self._done.clear()
         worth = can_fork() and len(self._waiting) * self._seconds >= WORTH
@@ -90,10 +95,10 @@ class GhostPool:
                 del self._waiting[key]
 
     def _collect(self) -> None:
-        """Take what those that are ready have to say."""
+        """Receive the results of processes that are ready."""
         try:
             ready = wait([process.connection for process in self._busy])
-        except BaseException:  # interrupted: all are in the middle of something
+        except BaseException:  # interrupted: all processes are busy with unwanted work
             self.close()
             raise
         for process in [p for p in self._busy if p.connection in ready]:

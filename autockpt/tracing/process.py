@@ -1,7 +1,8 @@
-"""The tracer's child process: a ghost workload that answers requests, so that nothing it meets can harm its parent.
+"""The tracer's child process: it holds a ghost workload and answers requests, so that its crashes harm no other
+process.
 
-The parent's side stands first, the child's after it. Requests go in, graphs or errors come out, until the parent
-goes away. Where the child dies of a signal, its log ends with the Python calls that it died in (faulthandler).
+The parent's side comes first, then the child's. Requests go in, graphs or errors come out, until the parent closes the
+connection. Where the child dies of a signal, its log ends with the Python calls that it died in (faulthandler).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from autockpt.process import Child, ChildDied, ChildSilent, be_killed_first, chi
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import GraphSource
 from autockpt.tracing.kernels.cuda_kernels import Capability
-from autockpt.tracing.traced_run import Found, GhostRun, RecordedRun, TracedRun
+from autockpt.tracing.traced_run import FirstCycle, GhostRun, RecordedRun, TracedRun
 from autockpt.workload.failures import crash_site, summary
 
 _SECONDS_TO_WAKE = 60.0
@@ -48,7 +49,7 @@ def can_fork() -> bool:
 
 
 class GhostProcess:
-    """A child that holds a ghost workload; ``found`` describes it.
+    """A child that holds a ghost workload; ``first_cycle`` describes it.
 
     Its death, whatever the cause, is a GhostError. An interrupt while it works ends it.
     ``start`` starts it with its log, ``first`` is the first message to one that was not forked.
@@ -61,7 +62,7 @@ class GhostProcess:
             if first is not None:
                 self.child.send(first)
             self._await_alive()
-            self.found: Found = self.receive()
+            self.first_cycle: FirstCycle = self.receive()
         except BaseException:
             self.close()
             raise
@@ -187,7 +188,7 @@ def _serve(connection: Connection, source: GraphSource, threads: int, prepare: P
     """Answer requests until the connection ends. Returns to its caller, which must end the process.
 
     ``source`` says whether steps are ghost-run or recorded, ``threads`` is the parent's number; ``prepare`` builds or
-    takes the workload. Replies are (ALIVE, None), then (DONE, Found) or (FAILED, error), and for each request
+    takes the workload. Replies are (ALIVE, None), then (DONE, FirstCycle) or (FAILED, error), and for each request
     (DONE, result) or (FAILED, error).
     """
     _be_a_child()
@@ -261,12 +262,12 @@ def _build(build: Build, run: TracedRun) -> None:
     run.build(*build)
 
 
-def _prepared(run: TracedRun, prepare: Prepare | None) -> Found:
+def _prepared(run: TracedRun, prepare: Prepare | None) -> FirstCycle:
     if prepare is not None:
         prepare(run)
     gc.collect()
     gc.freeze()  # what is there now stays: collections before each trace only look at what is new
-    return run.found
+    return run.first_cycle
 
 
 def _answer(connection: Connection, work: Callable[[], Any]) -> bool:

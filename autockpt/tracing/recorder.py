@@ -1,4 +1,7 @@
-"""The dispatch mode that records a step, whatever runs the kernels."""
+"""The dispatch mode that records a training step: every op with its place, its storages and its work.
+
+``GhostMode`` (ghost.py) records without running kernels, ``RealRecorder`` here records a real step.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def call_key(args: Any, tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]:
-    """What a call's signature and outcome depend on; collects the tensors on the way."""
+    """What a call's signature and outcome depend on. Appends the call's tensors to ``tensors``."""
     key = []
     for value in args:
         kind = value.__class__
@@ -61,7 +64,7 @@ def call_key(args: Any, tensors: list[Tensor], mutates: bool) -> tuple[Any, ...]
 
 @functools.cache
 def _takes_apart(kind: type) -> bool:
-    """Whether a type is torchao's or DTensor: it stands for other tensors, without memory of its own."""
+    """Whether a type is torchao's or DTensor, which wraps other tensors and has no memory of its own."""
     ours = kind.__module__.partition(".")[0] == "torchao" or kind.__module__.startswith("torch.distributed.tensor")
     return ours and hasattr(kind, "__tensor_flatten__")
 
@@ -111,8 +114,8 @@ class OpCall(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Records every op below autograd with its place and storages; subclasses run (or skip) the kernel.
 
-    Nothing here holds a tensor, an autograd node or an exception between two ops: that would keep memory alive which a
-    plain step releases. What is learnt about signatures stays, so the next recording is faster.
+    It holds no tensor, autograd node or exception between two ops, as that would keep memory alive which a plain step
+    releases. What is known of signatures is kept, so that later recordings are faster.
     """
 
     @classmethod
@@ -141,7 +144,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def last_op(self) -> str:
-        """Where the step has got to, for error messages."""
+        """The last op that ran, for error messages."""
         if not self.ops:
             return "before its first op"
         op = self.ops[-1]
@@ -175,7 +178,7 @@ class Recorder(TorchDispatchMode):
         return patched(torch, "get_rng_state", watched)
 
     def try_kernels(self) -> None:
-        """Find out what convolutions take, once per signature, and add notes on kernels that were recorded."""
+        """Run convolutions once per signature to learn their workspaces, and add notes on recorded kernels."""
         for kind in self._untried:
             if kind.trial and kind.flops <= MOST_FLOPS and self._tried + kind.flops <= MOST_FLOPS_TOGETHER:
                 self._tried += kind.flops
@@ -189,7 +192,7 @@ class Recorder(TorchDispatchMode):
         if self.device_kind == "cuda":
             self.notes.update(dict.fromkeys(notes_on_quantised(names)))
 
-    # What transports need.
+    # For transports of offloaded tensors.
 
     def place(self, tensor: Tensor) -> None:
         """Watch a tensor that no op has made: born before the op that runs next, if it has not been seen before."""

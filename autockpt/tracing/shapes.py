@@ -1,4 +1,4 @@
-"""What an op would return: sizes, strides and dtypes without running its kernel, by fake tensors.
+"""Infer an op's result (sizes, strides, dtypes) without running its kernel, by fake tensors.
 
 PyTorch's shape inference is wrong about some of its own kernels; what these really return was found by comparing the
 two over operators, dtypes and memory layouts on torch 2.13. Strides matter because everything that follows inherits
@@ -22,7 +22,7 @@ from autockpt.tracing.kernels.signature import contiguous_stride
 
 
 class TensorLayout(NamedTuple):
-    """A tensor to come: sizes and strides in elements, and the bytes of its storage."""
+    """The layout of an inferred tensor: sizes and strides in elements, and the bytes of its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]

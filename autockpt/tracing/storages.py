@@ -1,4 +1,7 @@
-"""Birth and death of every storage, exact to the op."""
+"""The birth and death of every storage, exact to the op, by weak references.
+
+Bytes over time, and so peaks, follow from these.
+"""
 
 from __future__ import annotations
 

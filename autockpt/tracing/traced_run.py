@@ -1,6 +1,6 @@
-"""One workload under a recorder in this process: build or take it, warm it up, trace it with any choices.
+"""A workload under a recorder in this process: build it, run the first cycle, then trace it with any choices.
 
-Its units are as the graph shows them: what was called, in which order, and which of them cost the same.
+Units are taken from the first cycle: which modules were called, in which order, and which of them run the same ops.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from autockpt.workload.build import refuse_liger_on
 from autockpt.workload.failures import location, summary
 
 MICRO_BATCHES = 2
-"""That tell of a cycle what more of them would: gradients are there in the second, and all after it are like it."""
+"""Micro-batches that are traced: gradients exist from the second on, and all further ones are like it."""
 RECURRENT = (
     "Recurrent layers are counted as the CPU's kernels run them. On a GPU cuDNN runs whole stacks at once and keeps a "
     "reserve space for backward, whose size no one but cuDNN can tell (PyTorch's own shape function says 0): measure "
@@ -52,9 +52,9 @@ RECURRENT = (
 )
 
 
-class Found(NamedTuple):
-    """What the first cycle shows: units that were called, in order, the output head, the modules that were called
-    outside of these, and the workload's settings and notes."""
+class FirstCycle(NamedTuple):
+    """What the first cycle shows: the called units in order, the output head, modules that were called outside of
+    these, and the workload's settings and notes."""
 
     units: tuple[Unit, ...]
     head: Unit | None
@@ -64,15 +64,15 @@ class Found(NamedTuple):
 
 
 class TracedRun:
-    """A workload that is cycled under a recorder; what is ``found`` of it is known from the first cycle on."""
+    """A workload that is cycled under a recorder; its ``first_cycle`` is known from the first cycle on."""
 
     source: GraphSource
     workload: Step
-    found: Found
+    first_cycle: FirstCycle
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._recorded: dict[Any, RecordedUnit] = {}  # what calls of units have taught
+        self._recorded: dict[Any, RecordedUnit] = {}  # recipes of units, learnt in earlier traces
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises.
@@ -82,7 +82,8 @@ class TracedRun:
         raise NotImplementedError
 
     def take(self, workload: Step) -> None:
-        """Use a workload as it is; its tensors and states change. For a process whose copy of it nobody needs."""
+        """Use a workload as it is, which changes its tensors and states: for a process that needs it for nothing
+        else."""
         raise NotImplementedError
 
     def trace(self, choices: Mapping[str, Choice]) -> Graph:
@@ -94,10 +95,10 @@ class TracedRun:
         with self._attached(choices), recipes_known(self._recorded):
             before = None
             while before != (learnt := sum(len(unit.signatures) for unit in self._recorded.values())):
-                before = learnt  # in the steady state nothing is left to learn
+                before = learnt  # until units have learnt all their signatures
                 self._cycle()
         self._recorder.try_kernels()
-        return to_graph(self._recorder, self.workload, self._places, self.source, self.found.units)
+        return to_graph(self._recorder, self.workload, self._places, self.source, self.first_cycle.units)
 
     def _start(self, workload: Step) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
@@ -112,7 +113,7 @@ class TracedRun:
         around = {outer for name in taken for outer in ancestors(name)}
         called = (self._recorder.location.paths[number] for number in self._recorder.location.order)
         outside = tuple(p for p in called if p and p not in around and taken.isdisjoint((p, *ancestors(p))))
-        self.found = Found(units, head, outside, workload.settings, workload.notes)
+        self.first_cycle = FirstCycle(units, head, outside, workload.settings, workload.notes)
 
     def _units(self, workload: Step) -> tuple[Unit, ...]:
         """Units that the first cycle called: those that were asked for, else blocks, else the best cuts.
@@ -159,17 +160,17 @@ class TracedRun:
         return RecordingTransport(self._kept, queues, self._recorder, tier)
 
     def _kept(self, source: Tensor) -> Callable[[], Tensor]:
-        """What makes a device buffer with the bytes of a storage that leaves the device now."""
+        """A function that makes a device buffer with the bytes of a storage that is offloaded now."""
         raise NotImplementedError
 
     def _explained(self, error: BaseException) -> AutockptError:
-        """What to raise for an exception of the step."""
+        """The error for an exception of the step."""
         raise NotImplementedError
 
     def _cycle(self) -> None:
-        """Record one cycle. The garbage collector waits: when it runs in a real step is anyone's guess."""
+        """Record one cycle, without garbage collection, whose moment in a real step is arbitrary."""
         workload, recorder = self.workload, self._recorder
-        recorder.restart()  # the last recording need not be looked through
+        recorder.restart()  # so that the collector need not visit the last recording
         gc.collect()
 
         def mark(phase: Phase) -> None:
@@ -188,15 +189,15 @@ class TracedRun:
             failure = self._explained(error)
         finally:
             workload.release_gradients()
-        if failure is not None:  # raised out here it does not drag the step's frames and their tensors along
+        if failure is not None:  # raised here, so that it does not keep the step's frames and tensors alive
             raise failure
 
 
 class GhostRun(TracedRun):
     """A workload of ghosts: no memory, no arithmetic.
 
-    ``writable``: for a process that must survive a kernel that slips through.
-    ``threads``: of the real step that is imitated.
+    ``writable``: for a process that must survive a kernel that touches ghosts by mistake.
+    ``threads`` are those of the simulated step.
     """
 
     source = "ghost"
@@ -234,7 +235,7 @@ class GhostRun(TracedRun):
         self._start(workload)
 
     def copy(self, workload: Step) -> None:
-        """Run a copy of a workload, which stays as it is. Raises GhostError where that is not possible."""
+        """Run a copy of a workload, which itself does not change. Raises GhostError where that is not possible."""
         self._imitate(workload.device)
         twin = ghost_copy(workload, self.mode)
         self._around.append(partial(untouched, workload))
@@ -242,7 +243,7 @@ class GhostRun(TracedRun):
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """A workload is made of ghosts inside."""
+        """Build a workload out of ghosts within the block."""
         with patched(self.mode, "building", True), sharded_as_ghosts(self.mode.log), self.mode:
             yield
 
@@ -253,7 +254,7 @@ class GhostRun(TracedRun):
         if self.mode.device_kind == "cuda" and any(
             isinstance(module, torch.nn.RNNBase) for module in workload.model.modules()
         ):
-            self.found = self.found._replace(notes=(*self.found.notes, RECURRENT))
+            self.first_cycle = self.first_cycle._replace(notes=(*self.first_cycle.notes, RECURRENT))
 
     def trace(self, choices: Mapping[str, Choice]) -> Graph:
         with self._imitating():
@@ -261,7 +262,7 @@ class GhostRun(TracedRun):
 
     @contextmanager
     def _imitating(self) -> Iterator[None]:
-        """What cycles run in."""
+        """The contexts that cycles run in."""
         with ExitStack() as stack:
             for enter in self._around:
                 stack.enter_context(enter())
@@ -312,14 +313,14 @@ class RecordedRun(TracedRun):
 
 
 def _traced(spec: WorkloadSpec) -> WorkloadSpec:
-    """The step that is traced: what is counted by rules afterwards is left out."""
+    """The step that is traced, without settings that are accounted for by rules afterwards."""
     optimizer = "adamw" if spec.optimizer == "adamw8bit" else spec.optimizer
     plain = {"ddp": None, "master_weights": False, "keep_gradients": False}
     return spec.model_copy(update={**plain, "optimizer": optimizer})
 
 
 def capability_at(device: torch.device) -> Capability | None:
-    """Of the GPU at hand, without opening a context on it if that can be helped; None where that cannot be told."""
+    """The compute capability of the local GPU, if possible without opening a context; None where it is unknown."""
     if not torch.cuda.device_count():
         return None
     with suppress(RuntimeError, AssertionError):

@@ -1,4 +1,7 @@
-"""Traces on request, in child processes that live as long as the tracer; ``autockpt.trace`` does it in one call."""
+"""Trace a workload with any plan: the graph of its ghost run, made in a child process that lives as long as the tracer.
+
+``autockpt.trace`` does it in one call.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ _BY_ITSELF = (
 class Tracer:
     """Traces a workload's whole training cycle, with or without choices attached, as often as needed.
 
-    The workload lives as ghosts in a child process where that is possible, so that nothing it meets can harm this one.
-    A workload that cannot be ghost-run is run for real there, one cycle per trace, and its graphs say so
-    (``source="recorded"``, and a note). For ``units``, ``head``, ``outside``, ``settings`` and ``notes`` see Found.
-    ``view``: what graphs pass through. A context manager.
+    The workload lives as ghosts in a child process where that is possible, so that no crash can harm this one. A
+    workload that cannot be ghost-run is run for real there, one cycle per trace, and its graphs say so
+    (``source="recorded"``, and a note). For ``units``, ``head``, ``outside``, ``settings`` and ``notes`` see
+    FirstCycle. ``view``: what graphs pass through. A context manager.
     """
 
     def __init__(
         self, backend: GhostPool | GhostRun, notes: tuple[str, ...] = (), view: Callable[[Graph], Graph] | None = None
     ) -> None:
         self._backend, self._notes, self._view = backend, notes, view
-        self.units, self.head, self.outside, settings, self.notes = backend.found
+        self.units, self.head, self.outside, settings, self.notes = backend.first_cycle
         self.settings = dict(settings)
 
     @classmethod
@@ -109,7 +112,7 @@ class Tracer:
             return cls(in_this_process(workload), (_IN_PROCESS,), view)
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
-        """Plans that ``trace`` will be asked for: where there are cores for it they are ghost-run side by side."""
+        """Begin with plans that ``trace`` will be asked for, in parallel where there are cores for it."""
         if isinstance(self._backend, GhostPool):
             self._backend.ahead([_in_order(plan, self.units) for plan in plans])
 
@@ -138,7 +141,7 @@ class Tracer:
 
 
 def torch_device(hardware: Hardware) -> torch.device:
-    """The device that a step on this hardware would name. Raises UsageError where this PyTorch does not know it."""
+    """The torch device of described hardware. Raises UsageError where this PyTorch does not know such devices."""
     try:
         return torch.device("cuda" if hardware.kind == "rocm" else hardware.kind)
     except RuntimeError:
@@ -151,14 +154,14 @@ def torch_device(hardware: Hardware) -> torch.device:
 def open_tracer(
     stack: ExitStack, hardware: Hardware | None, spec: WorkloadSpec, plan: Plan | None, device: torch.device
 ) -> tuple[Tracer, WorkloadSpec]:
-    """A tracer, open until ``stack`` ends, by the units that a plan names where the model's own are others.
+    """A tracer, open until ``stack`` ends, and its workload; with the units that the plan names if these are others.
 
-    With the workload by these units. ``hardware`` and ``device`` as for ``Tracer.from_spec``.
+    ``hardware`` and ``device`` are as for ``Tracer.from_spec``.
     """
     tracer = stack.enter_context(Tracer.from_spec(spec, hardware=hardware, device=device))
     if plan is not None and spec.units is None and (named := units_named(plan, tracer.units, tracer.head)):
         by_name = spec.model_copy(update={"units": named})
-        with suppress(UsageError):  # names of no module: said later, with what was meant perhaps
+        with suppress(UsageError):  # no such modules: reported later, with a suggestion
             return stack.enter_context(Tracer.from_spec(by_name, hardware=hardware, device=device)), by_name
     return tracer, spec
 
@@ -195,14 +198,14 @@ def _ghost_or_recorded(
         raise TracingError(error.message, remedy=f"{own}{_BY_ITSELF}") from None
 
 
-_frozen = False  # whether objects were seen has_frozen_objects by somebody else; to count them takes a while
+_frozen = False  # whether objects were frozen by other code before; counting them is slow
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage collection while a graph is made: it would look again and again at records that all stay.
+    """Pause garbage collection while a graph is made, as all of its records stay.
 
-    Nor right afterwards: what was made inside counts as old, unless this process keeps objects frozen for itself.
+    Afterwards they count as old objects, so that they are not visited at once, unless this process freezes its own.
     """
     global _frozen
     with collection_paused() as collecting:
@@ -217,7 +220,7 @@ def without_collection() -> Iterator[None]:
 
 
 def in_this_process(workload: Step) -> GhostRun:
-    """A ghost run of a copy, for processes that must not fork."""
+    """Ghost-run a copy of the workload, for processes that must not fork."""
     run = GhostRun(writable=True, threads=torch.get_num_threads())
     run.copy(workload)
     return run

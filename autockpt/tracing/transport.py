@@ -1,4 +1,4 @@
-"""Offload's copies in a recorded step: noted with their place in it. The bytes themselves go nowhere."""
+"""The transport of recorded steps: offload's copies are recorded with their place in the step, and move no bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from autockpt.schema.graph import Copy, Tier
 from autockpt.tracing.recorder import Recorder
 
 Keep = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-"""Takes a storage that leaves the device; what it returns makes a new device buffer with the same bytes."""
+"""Called with a storage that is offloaded; the result makes a new device buffer with the same bytes."""
 
 
 class RecordingTransport:
-    """A Transport that notes every copy. ``copy_queues`` as of the device that steps run on, or would."""
+    """A Transport that records every copy. ``copy_queues`` are those of the real or simulated device."""
 
     def __init__(self, keep: Keep, copy_queues: bool, recorder: Recorder, tier: Tier = "cpu") -> None:
         self.keep, self.copy_queues, self.recorder = keep, copy_queues, recorder
@@ -26,7 +26,7 @@ class RecordingTransport:
 
 
 class RecordingHandle(OffloadHandle):
-    """A storage that is away on paper. The op that runs next waits for a copy; each copy back is noted anew."""
+    """A storage that counts as offloaded. The op that runs next waits for a copy; each copy back is recorded."""
 
     _in: Copy
 

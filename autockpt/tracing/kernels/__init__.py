@@ -1,1 +1,1 @@
-"""What a device's kernels do otherwise than a CPU's: which run, what they save and take, the allocator."""
+"""What other devices do differently from the CPU that traces: their kernels, workspaces, autocast and allocator."""

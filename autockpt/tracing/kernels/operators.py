@@ -1,4 +1,4 @@
-"""What the recorder needs to know about an operator, read off its schema once."""
+"""Facts about operators that the recorder needs, read from their schemas once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a traced cycle, op by op: bytes over time, phases, micro-batches."""
+"""A traced cycle as arrays with an entry per op: bytes over time, phases, micro-batches."""
 
 from __future__ import annotations
 
