@@ -18,7 +18,6 @@ from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.measuring.device_lock import device_lock
 from autockpt.measuring.statistics import Interval, ratio_interval
-from autockpt.measuring.statistics import judge as judge_interval
 from autockpt.runtime import Proof
 from autockpt.schema import words
 from autockpt.schema.base import Data
@@ -369,4 +368,4 @@ def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measure
         f"{words.step_time(measured)}, {ratio.value:.3f} times {name!r} [{ratio.low:.3f}, {ratio.high:.3f}]; promised "
         f"{words.seconds(plan.measured.step_seconds)}, {promise:.3f} times"
     )
-    return _check("step time", judge_interval(ratio, limit) != "slower", detail)
+    return _check("step time", ratio.low <= limit, detail)

@@ -1,4 +1,8 @@
-"""Measure real steps, in a worker process or in the user's own."""
+"""Measure real steps: ``WorkerMeasurer`` in a process of its own, ``LocalMeasurer`` in this one, ``Ranks`` on all
+ranks.
+
+Each of them drives a ``StepRunner``, which attaches a plan to a workload and measures it.
+"""
 
 from autockpt.measuring.base import Measurer
 from autockpt.measuring.client import WorkerMeasurer

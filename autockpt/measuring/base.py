@@ -1,4 +1,4 @@
-"""The interface of a measurer: what a search needs of whatever measures real steps."""
+"""The interface of a measurer: what a search asks of the process, or processes, that take real steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SECONDS_PER_PLAN = 1.5
 class Measurer:
     """Measures plans on one workload and one device. ``choices`` name exact units; units left out save everything.
 
-    What is asked for is passed on by the names and arguments that ``StepRunner`` has for it.
+    Requests are methods of ``StepRunner`` with their arguments, wherever that runs.
     """
 
     environment: Environment
     """The device and versions that the numbers belong to."""
     beat: Callable[[str], None]
-    """Called with a word whenever something has ended, such as a cycle, while a method is at work."""
+    """Called with a word whenever a part of the work has ended, such as a cycle: a sign of life."""
 
     def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """Peak bytes and the median seconds of ``steps`` whole cycles with a plan attached.
@@ -39,19 +39,21 @@ class Measurer:
         return self._ask("measure", choices=dict(choices), steps=steps, budget_bytes=budget_bytes)
 
     def compare(self, plans: Mapping[str, Choices], *, rounds: int = 5) -> dict[str, list[float]]:
-        """Seconds of one cycle of every plan in each round, interleaved: result[a][i] pairs with result[b][i]."""
+        """Seconds of one cycle of every plan in each round, interleaved, so that result[a][i] pairs with
+        result[b][i]."""
         plans = {name: dict(choices) for name, choices in plans.items()}
         return self._ask("compare", plans=plans, rounds=rounds)
 
     def call(self, ref: str, payload: dict[str, Any]) -> Any:
-        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` by the model; both ways it is pickled."""
+        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` in the model's process; both are
+        pickled."""
         return self._ask("call", ref=ref, payload=payload)
 
     def _ask(self, verb: str, **arguments: Any) -> Any:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give everything back. May be called more than once."""
+        """Release everything. May be called more than once."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -62,10 +64,10 @@ class Measurer:
 
 
 def cycles_to_time(seconds: float) -> int:
-    """Cycles to time of a plan whose step takes so many seconds."""
+    """The number of cycles to time of a plan whose step takes ``seconds``."""
     return max(3, min(10, round(SECONDS_PER_PLAN / max(seconds, 1e-3))))
 
 
 def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> AbstractContextManager[None]:
-    """Within it the listener sees every beat of this ``word`` as a step of its stage."""
+    """Report every beat of this ``word`` within the block to the listener, as a step of its stage."""
     return patched(measurer, "beat", lambda said: listener.advance() if said == word else None)

@@ -1,4 +1,5 @@
-"""Measure in a worker process, which may die of a trial without ending the search."""
+"""The measurer that runs a worker process, so that a crash or out-of-memory error of a trial does not end the
+search."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 from autockpt.devices import get_device
@@ -30,14 +30,14 @@ PATIENCE_SECONDS = 1800.0
 class WorkerMeasurer(Measurer):
     """Measures a workload in a process of its own, in which the model is built once.
 
-    The worker starts at once and builds the model while the caller goes on; the first use waits for it, and raises what
-    went wrong then (WorkloadError where the user's code raised, with its message and place). A worker that dies, or is
-    killed because it was silent for its ``patience`` (seconds), is replaced on the next request. ``host_budget`` (bytes
-    that offloading may claim on the host) holds for every request.
-    ``compile``: steps are compiled, every layer in place or the whole model.
-    ``log`` gets all that the workers print. To be closed, or used as a context manager; at
-    the latest the worker ends with this process. Raises UsageError in one of several processes that train together:
-    each would measure on the same device.
+    The worker starts at once and builds the model in the background. The first request waits for it, and raises errors
+    of building (WorkloadError with message and place where the user's code raised). A worker that dies, or is killed
+    after ``patience`` seconds of silence, is replaced at the next request. ``host_budget`` (bytes that offloading may
+    claim on the host) and ``compile`` (every layer or the whole model) hold for all requests. ``log`` is the workers'
+    output.
+
+    To be closed, or used as a context manager; at the latest the worker ends with this process. Raises UsageError in
+    one of several processes that train together, as each would measure on the same device.
     """
 
     def __init__(
@@ -50,8 +50,6 @@ class WorkerMeasurer(Measurer):
     ) -> None:
         refuse_many_processes()
         self._workload = {"spec": spec, "device": device_name, "host_budget": host_budget, "compile": compile}
-        self.another = partial(WorkerMeasurer, spec, device_name, host_budget=host_budget, compile=compile)
-        """Makes another one of the same workload."""
         self._wanted = get_device(device_name).environment
         self.patience = PATIENCE_SECONDS
         self.beat: Callable[[str], None] = ignore
@@ -72,14 +70,14 @@ class WorkerMeasurer(Measurer):
         return self._environment
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
-        """What is asked for inside the block is answered in so many seconds in all, whatever signs of life there are.
+        """Limit all requests within the block to so many seconds together, whatever signs of life there are.
 
-        Else the worker is ended, in the middle of what it does, with TimeLimitReached.
+        When they are over the worker is ended and TimeLimitReached raised.
         """
         return patched(self, "_deadline", min(self._deadline, time.monotonic() + seconds))
 
     def release(self) -> None:
-        """Give the device back: end the worker until the next request, which starts a new one."""
+        """Release the device: end the worker. The next request starts a new one."""
         child, self._child, self._starting = self._child, None, False
         if child is not None:
             child.close()
@@ -122,7 +120,7 @@ class WorkerMeasurer(Measurer):
             raise
 
     def _ask(self, verb: str, **arguments: Any) -> Any:
-        """A worker that is killed by the system counts as out of memory."""
+        """Send a request and wait for the answer. A worker that the system kills counts as out of memory."""
         self._wake()
         try:
             with self._in_words():
@@ -130,7 +128,7 @@ class WorkerMeasurer(Measurer):
             return self._await()
         except AutockptError:
             raise
-        except BaseException:  # Ctrl-C: the worker is in the middle of something whose answer nobody will read
+        except BaseException:  # Ctrl-C: the worker is busy with a request that is no longer wanted
             self.release()
             raise
 
@@ -139,7 +137,7 @@ class WorkerMeasurer(Measurer):
         self._child.send((verb, arguments), self._waiting)
 
     def _await(self) -> Any:
-        """The answer to the one request that is open; signs of life renew the patience."""
+        """Wait for the answer; each sign of life restarts the patience."""
         assert self._child is not None
         while True:
             with self._in_words():
@@ -152,7 +150,7 @@ class WorkerMeasurer(Measurer):
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
-        """Turn the death or silence of a worker into an error for people; it is replaced at the next request."""
+        """Turn the death or silence of a worker into an AutockptError; the next request replaces it."""
         doing = "building the model" if self._starting else "running a plan"
         try:
             yield

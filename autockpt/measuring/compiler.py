@@ -1,4 +1,4 @@
-"""Compile the layers of a model, or all of it, while something is measured; restore them afterwards.
+"""Compile the layers of a model, or the whole model, while it is measured, and restore it afterwards.
 
 Code that was compiled for one plan is reused by the next one: with ``layers`` it is kept per kind of layer and choice,
 with ``model`` per plan. On disk the compiler's own cache keeps it beyond the process.
@@ -80,12 +80,12 @@ class Compiler:
                     )
                 module._compiled_call_impl = partial(self._function(key), module)  # type: ignore[assignment]
                 placed.append(module)
-            # a plan that falls back to eager code without a word would be measured as something that it is not
+            # else a plan could silently fall back to eager code
             with config.patch(fail_on_recompile_limit_hit=True), _in_words():
                 yield
         finally:
             for module in placed:
-                del module._compiled_call_impl  # on the instance; the class has one that says: not compiled
+                del module._compiled_call_impl  # on the instance; the class attribute is None
             callbacks.remove_start_callback(self._start)
             callbacks.remove_end_callback(self._end)
 
@@ -115,7 +115,7 @@ class Compiler:
         return total
 
     def parts(self, model: nn.Module, choices: Mapping[str, Choice]) -> Iterator[tuple[Key, nn.Module]]:
-        """What is compiled by itself, each with what distinguishes its code from that of others."""
+        """The modules that are compiled separately, each with a key that identifies its compiled code."""
         if self.mode == "model":
             yield ("model", plan_hash(choices)), unwrap(model)
             return
@@ -140,7 +140,7 @@ class Compiler:
         return self._functions[key]
 
     def _counting(self, key: Key) -> Callable[..., Any]:
-        """The backend, which notes that it got a graph of this part of the model."""
+        """The backend, with a counter of the graphs that it compiles for this module."""
         from torch._dynamo import lookup_backend
 
         compile_graph = lookup_backend(self._backend)
@@ -175,7 +175,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _in_words() -> Iterator[None]:
-    """Errors of the compiler as ours, with what a choice of ours had to say where it was one that refused."""
+    """Turn errors of the compiler into ours; where one of our choices refused, into that error."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     try:

@@ -1,7 +1,7 @@
-"""Searches on one device take turns: a step that is timed beside another search's says little of either.
+"""A lock per device, so that searches measure one after the other: steps that are timed at the same time are slower.
 
-Who measures holds a lock on a file of the cache directory that is named after the device. The system gives it back when
-the process ends, however it ends. Where the cache directory cannot be written nobody waits.
+It is a file lock in the cache directory, which the system releases when the process ends. Without a writable cache
+directory there is no lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.files import cache_directory, locked, open_in_place
 
 POLL_SECONDS = 0.25
-_held: set[str] = set()  # by this process, whose searches within a search wait for nobody
+_held: set[str] = set()  # locks of this process, whose nested searches do not wait
 
 
 class DeviceBusy(MeasurementError):
@@ -30,7 +30,7 @@ class DeviceBusy(MeasurementError):
 
 @contextmanager
 def device_lock(device: Device, note: Callable[[str], None], *, wait: bool = True) -> Iterator[None]:
-    """Have the device to oneself among the searches of this user; ``note`` is told whom one waits for.
+    """Lock the device against other searches of this user; ``note`` is told which process is waited for.
 
     Raises DeviceBusy where another search has it and ``wait`` is False.
     """
@@ -42,9 +42,9 @@ def device_lock(device: Device, note: Callable[[str], None], *, wait: bool = Tru
 def host_link_lock(
     device_kind: str, plans: Iterable[Mapping[str, Choice]], note: Callable[[str], None]
 ) -> Iterator[None]:
-    """Have the way to the host's memory to oneself as well, where one of these plans offloads from an accelerator.
+    """Lock the link to the host's memory as well, if one of these plans offloads from an accelerator.
 
-    The GPUs of a host share it: two searches that offload at once would each measure half of it.
+    The GPUs of a host share it: two searches that offload at the same time would each measure half its bandwidth.
     """
     moves = any(choice.kind in MOVING for plan in plans for choice in plan.values())
     if not moves or device_kind == "cpu":

@@ -1,4 +1,4 @@
-"""The environment that goes with every number: device, versions and platform."""
+"""The environment in which numbers are measured: device, versions and platform."""
 
 from __future__ import annotations
 

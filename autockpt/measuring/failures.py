@@ -1,4 +1,4 @@
-"""Failures of measured steps: what to say about them, and how to let go of the memory they hold."""
+"""Out-of-memory errors of measured steps: translate them, and release the memory that their frames hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autockpt.errors import AutockptError, DeviceOutOfMemory
 
 @contextmanager
 def releasing_memory(device: Device, what: str) -> Iterator[None]:
-    """Turn the device's out-of-memory error into ours, after letting go of all that its frames and caches hold."""
+    """Turn the device's out-of-memory error into ours, after releasing all memory that its frames and caches hold."""
     try:
         yield
         return
@@ -27,13 +27,13 @@ def releasing_memory(device: Device, what: str) -> Iterator[None]:
 
 
 def device_lost(error: BaseException) -> bool:
-    """Whether a device has failed for good: CUDA and HIP report an error of one kernel on every call from then on."""
+    """Whether a device has failed for good, as CUDA and HIP report a kernel's error on every later call."""
     foreign = isinstance(error, RuntimeError) and not isinstance(error, AutockptError)
     return foreign and ("CUDA error" in str(error) or "HIP error" in str(error))
 
 
 def forget_frames(error: BaseException) -> None:
-    """Clear the local variables of every frame that an exception, or one it came from, passed through.
+    """Clear the local variables of all frames of an exception and of its causes.
 
     They hold the step's activations: without this, memory that ran out stays full for as long as the exception lives.
     """
@@ -43,7 +43,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def chained(error: BaseException) -> Iterator[BaseException]:
-    """The exception and all that it was raised from, or while handling, or that a compiler wrapped in it."""
+    """The exception, its causes and contexts, and exceptions that a compiler wrapped in it."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

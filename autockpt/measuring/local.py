@@ -1,4 +1,4 @@
-"""Measure in the user's own process, where a second copy of the model would not fit, and leave no trace."""
+"""The measurer of a live step in the user's process, where no second copy of the model fits. It restores everything."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class LocalMeasurer(Measurer):
             with signals_deferred([signal.SIGINT]):
                 self._snapshot = Snapshot(workload)
                 self._device.release()
-        except BaseException:  # a Ctrl-C that waited comes here, and nobody else will close this
+        except BaseException:  # also a deferred Ctrl-C: the caller has nothing to close yet
             self.close()
             raise
 
     def with_others(self, barrier: Callable[[], object], recordings: int) -> None:
-        """Begin every cycle together with other ranks; on the CPU the smallest of several ``recordings`` is a peak."""
+        """Begin every cycle at a ``barrier`` of all ranks; on the CPU a peak is the least of several ``recordings``."""
         self._runner.barrier = barrier
         self._runner.recordings = recordings if self._device.kind == "cpu" else 1
 
@@ -84,8 +84,7 @@ class LocalMeasurer(Measurer):
             self.close()
 
     def _ask(self, verb: str, **arguments: Any) -> Any:
-        """With its device as the current one: seeds and events are that one's. Errors of the user's step stay as they
-        are."""
+        """Run a request with the device as the current one, as seeds and events need it."""
         if self._snapshot is None:
             raise MeasurementError("this measurer is closed", remedy="Make a new one.")
         device = self._device.torch_device
@@ -94,7 +93,7 @@ class LocalMeasurer(Measurer):
 
 
 def ranks_here() -> int:
-    """Processes of the job whose process group this one has joined."""
+    """The size of the process group that this process has joined; 1 without one."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if there else 1
 

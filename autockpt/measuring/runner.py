@@ -1,4 +1,7 @@
-"""Run and time real steps: a workload on a device, with choices attached."""
+"""Run and time real steps of a workload on a device, with choices attached.
+
+All plans are measured under equal conditions: the same random state, weights that do not change, no garbage collection.
+"""
 
 from __future__ import annotations
 
@@ -180,29 +183,29 @@ class StepRunner:
 
     @contextmanager
     def prepared(self, what: str) -> Iterator[ExitStack]:
-        """Equal conditions for what is attached next; what takes it off goes on the stack.
+        """Set up equal conditions for a plan that is attached next; the yielded stack removes it.
 
         Whatever happens inside, that, gradients and half-made optimizer states are gone afterwards; running out of
         memory arrives as DeviceOutOfMemory, with everything that the step held let go.
         """
         if self.device.keeps_memory:
             self._steady = False
-            self._take_back_states()
+            self._restore_states()
         self.device.release()
         self._freezer.freeze()
         with ExitStack() as stack:
             stack.enter_context(releasing_memory(self.device, what))
-            stack.callback(self._tidy)
+            stack.callback(self._clean_up)
             if self.workload.full_step is None:
-                stack.enter_context(weights_held(self.workload.optimizer))
+                stack.enter_context(weights_frozen(self.workload.optimizer))
             yield stack
 
     def close(self) -> None:
-        """Let the garbage collector see all objects again."""
+        """Unfreeze all objects for the garbage collector."""
         self._freezer.thaw()
 
     def seed(self) -> None:
-        """Put all random generators where every cycle starts."""
+        """Set all random generators to the state in which every cycle starts."""
         if self.barrier is not None:
             self.barrier()
         seed_all(self._seed, self.device.torch_device)
@@ -219,18 +222,18 @@ class StepRunner:
     def run_cycle(self, mark: Callable[[Any], None] | None = None) -> None:
         """One cycle from the same random state as every other. Not timed; ``mark`` as in ``Step.cycle``."""
         self.seed()
-        self.workload.cycle(mark, None if self._steady else self._hear)
+        self.workload.cycle(mark, None if self._steady else self._check_loss)
         self._steady = True
         self.beat("cycle")
 
-    def _hear(self, loss: Tensor) -> None:
-        """The loss of a micro-batch of the first cycle."""
+    def _check_loss(self, loss: Tensor) -> None:
+        """Note whether a loss of the first cycle is finite."""
         self._loss_is_finite = self._loss_is_finite and bool(loss.isfinite().all())
 
     def time_cycle(self) -> float:
         """Seconds of one cycle, synchronised, without garbage collection or seeding inside."""
         self.seed()
-        with garbage_held():
+        with collection_deferred():
             seconds = self.device.time(self.workload.cycle)
         self.beat(TIMED_CYCLE)
         return seconds
@@ -251,7 +254,7 @@ class StepRunner:
         if self.workload.full_step is not None:
             self.workload.release_gradients()
             cycles = 2
-        with garbage_held():
+        with collection_deferred():
             peak = self.device.measure_peak(lambda: self._cycles(cycles), self.workload.resident_bytes())
         self.beat("peak")
         return peak
@@ -260,16 +263,16 @@ class StepRunner:
         for _ in range(count):
             self.workload.cycle()
 
-    def _take_back_states(self) -> None:
-        """Leave the optimizer with the states that it had when this was made."""
+    def _restore_states(self) -> None:
+        """Restore the optimizer's states of when this was made."""
         for undo in reversed(self._states):
             undo()
 
-    def _tidy(self) -> None:
-        """Leave the workload as between two cycles, wherever the last one broke off."""
+    def _clean_up(self) -> None:
+        """Leave the workload as between two cycles, wherever the last one was aborted."""
         if not self._steady:
-            self._take_back_states()
-        # a cycle that broke off before its update has unscaled already
+            self._restore_states()
+        # an aborted cycle may have unscaled its gradients already
         getattr(self.workload.scaler, "_per_optimizer_states", {}).clear()
         self.workload.release_gradients()
 
@@ -281,7 +284,7 @@ def turn_order(names: Sequence[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-# --- equal conditions for every measured cycle: random state, weights, no garbage collection inside
+# --- equal conditions for every measured cycle
 
 
 def seed_all(seed: int, device: torch.device) -> None:
@@ -293,8 +296,8 @@ def seed_all(seed: int, device: torch.device) -> None:
 
 
 @contextmanager
-def weights_held(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Learning rates of zero: the optimizer does all its work, and weights stay as they are.
+def weights_frozen(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Set learning rates to zero: the optimizer does all its work, but weights do not change.
 
     So every cycle sees the same numbers, however many ran before it (experts are routed alike, nothing turns into
     denormals or NaN). Learning rates kept in tensors are left alone.
@@ -311,29 +314,29 @@ def weights_held(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 
 class Freezer:
-    """Puts aside objects that live on, so that collections look only at what came after them.
+    """Freezes long-lived objects (``gc.freeze``), so that collections visit only newer ones.
 
     With transformers and an optimizer loaded a full collection takes 0.2 s, and one precedes every timed cycle. Does
-    nothing where somebody froze objects before: those and ours could not be distinguished when thawing.
+    nothing where other code froze objects before, as unfreezing cannot tell them apart.
     """
 
     def __init__(self) -> None:
         self._ours = not has_frozen_objects()
 
     def freeze(self) -> None:
-        """Put aside all that is alive. To be called after a collection, or garbage would be put aside as well."""
+        """Freeze all objects that are alive. To be called after a collection, or garbage would be frozen as well."""
         if self._ours:
             gc.freeze()
 
     def thaw(self) -> None:
-        """Let collections see everything again."""
+        """Unfreeze all objects."""
         if self._ours:
             gc.unfreeze()
 
 
 @contextmanager
-def garbage_held() -> Iterator[None]:
-    """Collect now and not again until the end: a collection inside a timed cycle would be measured with it."""
+def collection_deferred() -> Iterator[None]:
+    """Collect garbage now and not within the block, as a timed cycle would be slower."""
     gc.collect()
     with collection_paused():
         yield

@@ -1,4 +1,4 @@
-"""Copy to the host all that training steps change, and restore it bit-equal into the very same objects."""
+"""Save the state of a live step on the host and restore it, bit-equal and into the same objects."""
 
 from __future__ import annotations
 

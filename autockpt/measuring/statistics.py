@@ -10,9 +10,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
-
-Judgement = Literal["faster", "slower", "undecided"]
 
 CONFIDENCE = 0.95
 # A distribution-free 95 % interval needs six values: the smallest and the largest of n enclose the median with
@@ -86,14 +83,6 @@ def ratio_interval(ours: Sequence[float], base: Sequence[float]) -> Interval:
         return Interval(math.exp(low), math.exp(middle), math.exp(high))
     mean, reach = _t_reach(logs)
     return Interval(math.exp(mean - reach), math.exp(mean), math.exp(mean + reach))
-
-
-def judge(ratio: Interval, limit: float = 1.0) -> Judgement:
-    """Whether a ratio is surely below ``limit`` ("faster"), surely above it ("slower") or is not decided yet.
-
-    Judged on the interval alone: with limit 1.01, "faster" means surely not more than 1 % slower.
-    """
-    return "faster" if ratio.high < limit else "slower" if ratio.low > limit else "undecided"
 
 
 def _t_reach(values: Sequence[float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The worker process: it holds one workload on one device and measures on request, until its connection ends.
+"""The worker process of ``client.py``: it builds one workload on one device and measures it on request.
 
 Requests are (verb, arguments), one at a time: ``start`` first, then what a ``StepRunner`` does. Answers are
 ``{"result"}`` or ``{"error"}``; ``{"beat"}`` before an answer is a sign of life.

@@ -1,4 +1,7 @@
-"""Problem to Assignment: the exact solver, and the refinement that corrects its bytes by ghost runs."""
+"""Solve the planning problem: an exact solver, and refinement by ghost runs, as real bytes do not quite add up.
+
+Pure numbers: solvers know neither models nor PyTorch.
+"""
 
 from autockpt.solvers.exact import exact, leanest
 from autockpt.solvers.refine import Checked, Refined, refine

@@ -1,4 +1,4 @@
-"""The one solver to call: exact planning of a chain by label setting, which is cheap and blind to symmetry.
+"""The exact solver: label setting along the chain of units, which is fast where many units are equal.
 
 Walking along the units, a partial plan is a *label* (bytes kept so far, bytes on the host so far, extra seconds so
 far). Of two labels the one with no more of each can be completed at least as well, so the other is dropped: identical
@@ -58,7 +58,7 @@ def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> A
     chain, slack = as_chain(problem), gap * abs(problem.base_seconds)
     best = _fastest(chain, deadline, slack) if chain.reach[0] >= 0 else None
     if best is None:
-        chain = as_chain(problem.model_copy(update={"budget_bytes": _smallest_peak(problem, deadline)}))
+        chain = as_chain(problem.model_copy(update={"budget_bytes": _smallest_peak_within_host(problem, deadline)}))
         deadline = time.monotonic() + time_limit
         best = _fastest(chain, deadline, slack) or _fewest_on_host(chain, deadline)
     choices = {
@@ -70,7 +70,7 @@ def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> A
     return Assignment(choices=choices, feasible=feasible, seconds=seconds_of(problem, choices), peak=peak)
 
 
-def _smallest_peak(problem: Problem, deadline: float) -> int:
+def _smallest_peak_within_host(problem: Problem, deadline: float) -> int:
     """The least peak of any assignment within the host budget, to the byte."""
     lowest = smallest_peak(problem)
     chain = as_chain(problem.model_copy(update={"budget_bytes": lowest}))

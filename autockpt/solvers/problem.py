@@ -1,4 +1,7 @@
-"""The planning problem as solvers see it: numbers only."""
+"""The planning problem as solvers see it, in numbers only.
+
+Choose one option per unit, so that the extra seconds are least and no point of the step exceeds the budget.
+"""
 
 from __future__ import annotations
 

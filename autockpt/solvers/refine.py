@@ -1,9 +1,9 @@
-"""Solve, check, correct, solve again: a plan whose *real* peak fits, and the best by bytes that are right around it.
+"""Solve, check by a ghost run, correct the problem, solve again: so that the *real* peak of the plan fits.
 
-A Problem adds bytes up linearly; the check (a ghost run of the very plan) knows better, but costs 50 to 250 ms a
-call. Its readings shift the points' base bytes, so that the linear model is exact at the plan just seen and nearly so
-around it. Plans whose output heads differ are not near one another (logits are the largest blocks there are, and an
-allocator's fragmentation goes by them), so the readings of each head correct the model for that head alone.
+A Problem adds up bytes linearly. The check, a ghost run of the very plan, is exact but takes 50 to 250 ms. Its results
+shift the base bytes of the points, so that the linear model is exact at that plan and nearly so around it. Plans with
+different choices for the output head are not near one another, as logits are the largest tensors and decide how the
+allocator's memory is divided. So corrections are kept per choice of the head.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from autockpt.solvers.problem import (
 
 UnitChoices = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
-CAUTIOUS = 0.1  # share of what a refused plan missed that corrects the others, once some plan fits
+CAUTIOUS = 0.1  # share of a refused plan's error that corrects other plans, once some plan fits
 FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
 ROUNDS_PER_CALL = 4  # solver runs per allowed call, most of them answered from memory
-FAR_OFF = 0.05  # share of the least peak seen: where the model missed by more, it may overlook every plan that fits
+FAR_OFF = 0.05  # share of the least peak seen: with larger errors the model may overlook every plan that fits
 
 
 class Checked(NamedTuple):
-    """What the check says of a plan.
+    """The result of checking a plan.
 
     ``point_bytes``, where it can say, holds the bytes at each of the problem's points, in their order (None: unseen).
     ``host_bytes`` are those on the host, compared with the problem's ``host_budget`` where it has one. Which of two
@@ -168,11 +168,11 @@ class _Refinement:
         return self._note(plan, checked)
 
     def _offsets(self, plan: UnitChoices) -> Sequence[int]:
-        """What checks on plans with the same head taught about the points' bytes."""
+        """Corrections of the points' bytes from checks of plans with the same head."""
         return self.offsets.get(_head(self.problem, plan), (0,) * len(self.problem.points))
 
     def _within_host(self) -> Problem:
-        """The problem with what checks taught about the host's bytes."""
+        """The problem with its host budget corrected by checks."""
         problem = self.problem
         if problem.host_budget is None or not self.host_offset:
             return problem
@@ -185,7 +185,7 @@ class _Refinement:
         return tuple(plan[unit.name] for unit in self.problem.units)
 
     def _ask(self, plan: UnitChoices) -> Checked | None:
-        """What the check says of a plan; None where it is unknown and no call is left."""
+        """Check a plan; None where it was not checked before and no call is left."""
         key = self._key(plan)
         if key not in self.remembered:
             if self.calls >= self.limit:
@@ -202,7 +202,7 @@ class _Refinement:
         return self.best is None or seconds < seconds_of(self.problem, self.best) - self._worthwhile()
 
     def _note(self, plan: UnitChoices, checked: Checked) -> bool:
-        """Remember a checked plan; True where it fits."""
+        """Note a checked plan as best or leanest; True where it fits."""
         if self.leanest is None or self._need(checked) < self._need(self._checked(self.leanest)):
             self.leanest = dict(plan)
         if checked.peak_bytes > self.problem.budget_bytes or not self._fits_host(checked):
@@ -212,11 +212,11 @@ class _Refinement:
         return True
 
     def _need(self, checked: Checked) -> tuple[bool, int]:
-        """What plans are compared by: those within the host budget need less than all others."""
+        """The sort key of plans by leanness: plans within the host budget come before all others."""
         return not self._fits_host(checked), checked.peak_bytes
 
     def _observed(self, plan: UnitChoices, checked: Checked) -> tuple[int, ...]:
-        """Offsets per point that make the linear model agree with a checked."""
+        """Offsets per point that make the linear model agree with the check of a plan."""
         if checked.point_bytes is None:
             error = checked.peak_bytes - peak_of(self.problem, plan)
             return (error,) * len(self.problem.points)

@@ -1,8 +1,8 @@
-"""Segments of several units (``checkpoint_sequential``) in a planning problem, whose options are one unit's each.
+"""The choice ``segment`` (``checkpoint_sequential``): several units that are recomputed together.
 
-What a unit of a segment costs depends on its neighbours, so segments are on no menu. Here the first units of a model
-are put into segments beforehand, each with one option that says what it costs at its place, and the rest is solved as
-ever. The first ones, because what a segment makes again is alive in backward when later units have let go of theirs.
+The cost of a unit in a segment depends on its neighbours, so segments are on no menu. Instead the first units of a
+model are put into segments, each with a single option of known cost, and the rest is solved as usual. They are the
+first ones because a segment's recomputed tensors are alive in backward when later units have freed theirs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from autockpt.solvers.refine import Checked, Checker, Refined, refine, solved
 
 SIZES = (2, 3, 4, 6, 8, 12)
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)  # of the units that may be in segments
-WORTH = 0.002  # share of the step by which a plan with segments has to be faster: others are easier to read
-CALLS = 4  # of the check, for plans with segments
+WORTH = 0.002  # share of the step by which a plan with segments has to be faster, as others are easier to read
+CALLS = 4  # checks of plans with segments
 
 
 class Member(NamedTuple):
-    """What it means for a unit that the next one is in the same segment.
+    """What changes for a unit if the next one is in the same segment.
 
-    It runs to its end again, where recompute stops as soon as backward has what it needs: ``seconds`` more. ``passed``
-    are the bytes that go on to the next unit, which every choice of a single unit keeps.
+    It is recomputed to its end, ``seconds`` longer than with recompute, which stops early. ``passed`` are the bytes of
+    its output for the next unit, which are not kept.
     """
 
     seconds: float

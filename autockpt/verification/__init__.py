@@ -1,4 +1,4 @@
-"""Comparing a plan's steps with plain training: what they leave behind.
+"""Compare the state after steps under a plan with that after plain training.
 
 Training under a plan needs none of it: measuring and ``verify`` use it.
 """

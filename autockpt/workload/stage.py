@@ -19,7 +19,7 @@ from autockpt.workload.losses import inner_model
 from autockpt.workload.storages import each_tensor, nested_tensors
 
 if TYPE_CHECKING:
-    from autockpt.workload.step import Mark, Step, Told
+    from autockpt.workload.step import Mark, Report, Step
 
 
 class _InFlight(NamedTuple):
@@ -37,11 +37,11 @@ class _InFlight(NamedTuple):
 class StageRun:
     """One step of a stage; what it holds to the step's end goes with this object.
 
-    ``told`` receives the loss or the first output of every micro-batch, and every gradient for the stage before.
+    ``report`` receives the loss or the first output of every micro-batch, and every gradient for the stage before.
     """
 
-    def __init__(self, step: Step, mark: Mark, told: Told) -> None:
-        self._step, self._mark, self._told = step, mark, told
+    def __init__(self, step: Step, mark: Mark, report: Report) -> None:
+        self._step, self._mark, self._report = step, mark, report
         self._received: list[Any] = []
         self._gradients: list[list[Tensor]] = []
         self._output: Any = None  # of the model, in the latest forward
@@ -81,7 +81,7 @@ class StageRun:
                 "no output of the stage depends on a trainable parameter, so there is no backward pass to plan",
                 remedy="Check that parameters have requires_grad=True and that the stage returns tensors.",
             )
-        self._told(outputs[0].detach())
+        self._report(outputs[0].detach())
         if len(outputs) == 1 and outputs[0].numel() == 1:  # the last stage: a loss
             if step.return_outputs:
                 self._returned.append([t.detach() for t in nested_tensors(self._output) if t.dim()])
@@ -102,7 +102,7 @@ class StageRun:
             tensor.grad = None
         for gradient in self._sent:
             if gradient is not None:
-                self._told(gradient)
+                self._report(gradient)
 
 
 def _received(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from autockpt.workload.storages import nested_tensors, storage_bytes
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Mark = Callable[[Phase], None]
-Told = Callable[[Tensor], None]
+Report = Callable[[Tensor], None]
 
 _EVAL_MODE = "The model is in eval mode: dropout is off and is not planned for."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,24 +99,24 @@ class Step:
             return tensor.device
         return torch.device("cpu")
 
-    def cycle(self, mark: Mark | None = None, told: Told | None = None) -> None:
+    def cycle(self, mark: Mark | None = None, report: Report | None = None) -> None:
         """One cycle: ``accumulate`` micro-batches, clipping, optimizer step, gradients released last.
 
-        ``mark`` is called with each phase as it begins ("forward", "backward", "optimizer"), ``told`` with the loss of
-        each micro-batch; a ``full_step`` is only announced as "forward" because its phases and losses are its own
+        ``mark`` is called with each phase as it begins ("forward", "backward", "optimizer"), ``report`` with the loss
+        of each micro-batch; a ``full_step`` is only announced as "forward" because its phases and losses are its own
         business. Raises WorkloadError for a step without a loss.
         """
-        mark, told = mark or ignore, told or ignore
+        mark, report = mark or ignore, report or ignore
         if self.full_step is not None:
             mark("forward")
             self.full_step()
             return
         stage = None
         if self.in_flight is not None:
-            stage = StageRun(self, mark, told)  # it lives as long as the step
+            stage = StageRun(self, mark, report)  # it lives as long as the step
             stage.run(self.accumulate - self.left_out)
         for _ in range(self.accumulate - self.left_out if stage is None else 0):
-            told(self.forward_backward(mark))
+            report(self.forward_backward(mark))
         mark("optimizer")
         self._update()
         self.release_gradients()
@@ -290,7 +290,7 @@ def _facts(step: Step) -> dict[str, Any]:
         "max_grad_norm": step.max_grad_norm,
         "attention": getattr(config, "_attn_implementation", None),
         "device": str(step.device),
-    } | {name: told for name, told in (("ddp", ddp_of(model)), ("in_flight", step.in_flight)) if told is not None}
+    } | {name: known for name, known in (("ddp", ddp_of(model)), ("in_flight", step.in_flight)) if known is not None}
 
 
 def ddp_of(model: Any) -> str | None:

@@ -19,7 +19,7 @@ from autockpt.errors import DeviceOutOfMemory, PlanError
 from autockpt.measuring import StepRunner
 from autockpt.measuring import runner as runner_module
 from autockpt.measuring.base import Choices
-from autockpt.measuring.runner import turn_order, weights_held
+from autockpt.measuring.runner import turn_order, weights_frozen
 from autockpt.runtime import Session
 from autockpt.schema import RECOMPUTE, parse_choice
 from autockpt.schema.choices import choice_kinds
@@ -313,7 +313,7 @@ def test_held_weights_do_not_move_and_states_do(name):
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
     workload = make_workload(model, optimizer=optimizer)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(KeyError), weights_held(optimizer):
+    with pytest.raises(KeyError), weights_frozen(optimizer):
         workload.cycle()
         raise KeyError
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

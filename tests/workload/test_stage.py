@@ -38,7 +38,7 @@ def test_gradients_are_those_of_a_hand_written_loop(last: bool) -> None:
     step = stage(in_flight=2, accumulate=3, loss=loss if last else None)
     model, told = copy.deepcopy(step.model), list[Tensor]()
     step.optimizer = torch.optim.SGD(step.model.parameters(), lr=0.1)
-    step.cycle(told=told.append)
+    step.cycle(report=told.append)
     received = step.batch.detach().clone().requires_grad_()
     for _ in range(3):
         received.grad = None

@@ -234,11 +234,10 @@ class Measured(Target):
         worker, listener = self.measurer, self.clock.listener
         if not isinstance(worker, WorkerMeasurer) or not worker.environment.device.enforces_limit:
             return None
-        worker.release()  # so that its memory is free
         listener.stage("run the best in a fresh process", CONFIRMING_STEPS)
-        until = self.clock.seconds_until_stopped
-        with worker.another() as fresh, fresh.within(until), beats_counted(fresh, listener):
-            return fresh.measure(choices, steps=CONFIRMING_STEPS, budget_bytes=budget_bytes)
+        worker.release()  # the next request starts a new process
+        with worker.within(self.clock.seconds_until_stopped), beats_counted(worker, listener):
+            return worker.measure(choices, steps=CONFIRMING_STEPS, budget_bytes=budget_bytes)
 
     def _confirmed(self, trials: Trials, winner: Trial) -> Trial:
         """The winner with the larger of both peaks; infeasible if it did not hold the budget in a fresh process."""

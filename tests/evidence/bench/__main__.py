@@ -142,6 +142,11 @@ def ratio(ours: str, base: str, rounds: Rounds) -> tuple[Interval, int] | None:
     return (ratio_interval([a for a, _ in both], [b for _, b in both]), len(both)) if both else None
 
 
+def judge(ratio: Interval) -> str:
+    """By its 95 % interval alone."""
+    return "faster" if ratio.high < 1.0 else "slower" if ratio.low > 1.0 else "undecided"
+
+
 def duels(bench: Bench, own: str, text: str) -> tuple[Row | None, list[tuple[str, Interval, int]]]:
     """Our plan for a budget, if its measured peak is within it, and the ratios of its time to those of all others of
     its group that fit, the fastest first."""
@@ -156,8 +161,6 @@ def duels(bench: Bench, own: str, text: str) -> tuple[Row | None, list[tuple[str
 
 def open_rows(bench: Bench, most: int) -> set[str]:
     """Rows that are worth another round: ours and each rival that may be the fastest, while that is not settled."""
-    from autockpt.measuring.statistics import judge
-
     wanted: set[str] = set()
     for own in OUR_OWN:
         for text in bench.budgets:
