@@ -132,7 +132,7 @@ def _answered(row: Estimate, request: SearchRequest, listener: Listener, **sizes
     except InfeasibleError as error:
         return row.model_copy(update={"smallest_peak": error.smallest_peak})
     except AutockptError as error:
-        return row.model_copy(update={"note": error.message})
+        return row.model_copy(update={"note": str(error)})
     if outcome.interrupted:
         raise KeyboardInterrupt
     plan, predicted = outcome.plan, outcome.rows[-1].predicted

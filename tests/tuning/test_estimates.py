@@ -93,6 +93,11 @@ def test_wrong_questions_are_refused_at_once():
         next(autockpt.estimate("llama-tiny", full=False, lora=0))
 
 
+def test_a_row_that_cannot_be_had_says_what_to_do():
+    (row,) = autockpt.estimate("builtins:dict", lora=0)
+    assert not row.fits and "--batch-size has no effect" in row.note and "parameter named batch_size" in row.note
+
+
 def test_the_table_fits_eighty_columns():
     common = {"model": "gpt-oss-20b", "card": "rtx6000-ada", "batch_size": 16, "seq_len": 32768, "fits": False}
     plan = {"fits": True, "peak_bytes": 47 << 30, "step_seconds": 0.7, "choices": {"recompute": 24}}
