@@ -1,3 +1,4 @@
+import functools
 import weakref
 from typing import Any
 
@@ -17,12 +18,10 @@ from transformers import (
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
 from autockpt.runtime.session import Session
-from autockpt.schema.choices import choice_kinds, parse_choice
+from autockpt.schema.choices import parse_choice
 from autockpt.workload.units import discover_units
 from tests.errors import raises
-from tests.policies.zoo import CASES, assert_as_plain, assert_equal, on
-
-KINDS = sorted(choice_kinds("block"))
+from tests.policies.zoo import CASES, KINDS, assert_as_plain, assert_equal, in_turn, on
 
 
 def mistral() -> nn.Module:
@@ -62,28 +61,28 @@ def in_chunks(model: nn.Module, kind: str | None, cache: Any, **more: Any) -> di
     return {"loss": loss.detach(), **grads}
 
 
-def two_caches() -> EncoderDecoderCache:
-    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+def cache_of(model: nn.Module) -> Any:
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return DynamicCache(config=model.config) if isinstance(model, MistralForCausalLM) else DynamicCache()
+
+
+@functools.cache
+def in_chunks_plainly(name: str) -> dict[str, torch.Tensor]:
+    wanted = in_chunks(model := MODELS[name](), None, cache_of(model))
+    if name != "t5":
+        assert not torch.equal(in_chunks(MODELS[name](), None, None, use_cache=False)["loss"], wanted["loss"])
+    return wanted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [("llama", DynamicCache), ("mistral", DynamicCache), ("gpt2", DynamicCache), ("t5", two_caches)],
-)
-def test_training_in_chunks_with_a_cache_of_the_users(name, make, kind):
-    def cache(model):
-        return DynamicCache(config=model.config) if name == "mistral" else make()
-
-    first, second = MODELS[name](), MODELS[name]()
-    wanted = in_chunks(first, None, cache(first))
-    assert_equal(in_chunks(second, kind, given := cache(second)), wanted)
+@in_turn(MODELS)
+def test_training_in_chunks_with_a_cache_of_the_users(kind, case):
+    model = MODELS[case]()
+    assert_equal(in_chunks(model, kind, given := cache_of(model)), in_chunks_plainly(case))
     there = weakref.ref(given)
     del given
     assert there() is None  # the graph of a unit does not hold what holds that graph
-    if name != "t5":
-        assert not torch.equal(in_chunks(MODELS[name](), None, None, use_cache=False)["loss"], wanted["loss"])
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shifted": lambda x, y: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, x.size(-1)), y[..., 1:].reshape(-1)),
     "sum": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum"),
     "none": lambda x, y: (F.cross_entropy(x.reshape(-1, 64), y.flatten(), reduction="none") ** 2).mean(),
-    "smoothed": lambda x, y: F.cross_entropy(x.view(6 * 64, -1), y.view(-1), label_smoothing=0.2, ignore_index=3),
+    "smoothed": lambda x, y: F.cross_entropy(x.view(4 * 48, -1), y.view(-1), label_smoothing=0.2, ignore_index=3),
     "steps": lambda x, y: F.cross_entropy(torch.tanh(x.to(torch.float64) / 3).mul(2)[:, 3].float(), y[:, 3]),
     "mask": lambda x, y: F.cross_entropy(x[y > 9], y[y > 9]),
     "module": lambda x, y: nn.CrossEntropyLoss()(2.0 * x.to(x.device).float().view(-1, 64) * 2, y.view(-1)),

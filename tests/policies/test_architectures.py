@@ -10,14 +10,13 @@ import transformers
 from torch import Tensor, nn
 
 from autockpt.runtime import attach, without_kv_cache
-from autockpt.schema.choices import choice_kinds, parse_choice
+from autockpt.schema.choices import parse_choice
 from tests.device import DEVICE, here, random_state_kept
-from tests.policies.zoo import Case, assert_equal, language_step, train
+from tests.policies.zoo import KINDS, Case, assert_equal, in_turn, language_step, train
 
 pytestmark = pytest.mark.slow
 
 SETTINGS = [(precision, dropout) for dropout in (0.0, 0.2) for precision in ("fp32", "weights in bf16", "bf16")]
-KINDS = sorted(choice_kinds("block"))
 STEPS = 5  # calls that go by what earlier ones taught are among them
 
 
@@ -88,16 +87,15 @@ def case_of(name: str, precision: str, dropout: float) -> Case:
     return Case(name, make, batch, language_step)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TABLE)
-def test_bit_equal_everywhere(name: str, kind: str) -> None:
-    """Each kind on every architecture, and both with every setting: not each with each of the others."""
-    precision, dropout = SETTINGS[(KINDS.index(kind) + list(TABLE).index(name)) % len(SETTINGS)]
-    case = case_of(name, precision, dropout)
-    plain, model = case.make(), case.make()
+@in_turn(TABLE, 3)
+def test_bit_equal_everywhere(kind: str, case: str) -> None:
+    """Kinds, architectures and settings each with several of the others."""
+    precision, dropout = SETTINGS[(KINDS.index(kind) + list(TABLE).index(case)) % len(SETTINGS)]
+    made = case_of(case, precision, dropout)
+    plain, model = made.make(), made.make()
     with without_kv_cache(plain):
-        wanted = train(plain, case, precision, STEPS)
-    choices = case.choices(model, parse_choice(kind))
+        wanted = train(plain, made, precision, STEPS)
+    choices = made.choices(model, parse_choice(kind))
     assert len(choices) >= 2
     with attach(model, choices) as session, without_kv_cache(model) if session.guard is None else nullcontext():
-        assert_equal(train(model, case, precision, STEPS), wanted)
+        assert_equal(train(model, made, precision, STEPS), wanted)

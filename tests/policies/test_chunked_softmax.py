@@ -21,7 +21,7 @@ from tests.policies.heads import assert_same, batch, gradients, small_llama, ste
 from tests.policies.zoo import CASES, precision
 from tests.tracing.reference import peak_over
 
-CHUNK = ChunkedSoftmax(chunks=8)  # of 384 tokens: 48 each
+CHUNK = ChunkedSoftmax(chunks=8)  # of 192 tokens: 24 each
 F = nn.functional
 both = functools.partial(heads.both, choice=CHUNK)
 each_case = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "bert", "t5")], ids=str)

@@ -6,7 +6,7 @@ import gc
 import io
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from autockpt.checkpointing.kv_cache import DroppedCache
 from autockpt.policies import POLICIES
 from autockpt.runtime import attach, remove
-from autockpt.schema.choices import CHOICE_TYPES, Choice, choice_kinds, parse_choice
+from autockpt.schema.choices import CHOICE_TYPES, Choice, parse_choice
 from tests.device import DEVICE
 from tests.policies.deferred import DeferredTransport, always
 from tests.policies.zoo import (
     CASES,
+    KINDS,
     Case,
     Row,
     assert_as_plain,
     assert_equal,
     bytes_alive_after,
+    in_turn,
     objects_alive_after,
     on,
     plain,
@@ -36,7 +38,6 @@ from tests.policies.zoo import (
 
 pytestmark = pytest.mark.slow
 
-KINDS = sorted(choice_kinds("block"))
 NO_CACHE = {"use_cache": False}
 
 DTYPES = ("fp32", "bf16")
@@ -45,12 +46,6 @@ LANGUAGE = [CASES[n] for n in ("llama", "gpt2", "t5")]
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=str)
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def in_turn(cases: Sequence[Case], number: int = 2) -> pytest.MarkDecorator:
-    """Each kind with so many of the cases, and each case with kinds of all sorts: the rest would say the same."""
-    pairs = [(kind, cases[(i * number + j) % len(cases)]) for i, kind in enumerate(KINDS) for j in range(number)]
-    return pytest.mark.parametrize(("kind", "case"), pairs, ids=str)
 
 
 @functools.cache
@@ -216,7 +211,7 @@ def test_double_backward(kind):
         assert_equal(penalty(model), wanted)
 
 
-@in_turn(list(CASES.values()))
+@in_turn(CASES.values())
 def test_keeps_less_in_training_and_in_evaluation(case, kind):
     model, choices = planned(case, kind)
     single = case.name == "sequential"
@@ -246,7 +241,7 @@ def test_less_for_pythons_collector_than_plain_checkpointing(kind):
     assert ours < objects_alive_after(lambda: step(case, model))
 
 
-@in_turn(list(CASES.values()))
+@in_turn(CASES.values())
 def test_does_nothing_without_gradients(case, kind):
     model, choices = planned(case, kind)
     model.eval()
@@ -272,7 +267,7 @@ def test_generates_with_its_cache(case, kind):
             assert type(model(**case.batch()).past_key_values) is DroppedCache
 
 
-@in_turn(list(CASES.values()), 1)
+@in_turn(CASES.values(), 1)
 def test_leaves_the_model_as_it_was(case, kind):
     model, choices = planned(case, kind)
 
@@ -305,7 +300,7 @@ def test_leaves_the_model_as_it_was(case, kind):
         assert_equal(steps(case, model), reference(case, "fp32"))
 
 
-@in_turn(list(CASES.values()), 1)
+@in_turn(CASES.values(), 1)
 def test_shallow_copies_run_as_themselves(case, kind):
     model, choices = planned(case, kind)
     with attach(model, choices):
@@ -316,7 +311,7 @@ def test_shallow_copies_run_as_themselves(case, kind):
         assert_equal(steps(case, model), reference(case, "fp32"))
 
 
-@in_turn(list(CASES.values()), 1)
+@in_turn(CASES.values(), 1)
 def test_copies_and_pickles_run_their_own_weights(case, kind):
     model, choices = planned(case, kind)
     with attach(model, choices) as session:
@@ -432,7 +427,7 @@ def test_shared_and_skipped_units(kind):
     assert_as_plain(make, on(units, kind), rows, transport=always(DeferredTransport()))
 
 
-@in_turn(list(CASES.values()))
+@in_turn(CASES.values())
 def test_hooks_on_units_run_once(case, kind):
     model, choices = planned(case, kind)
     calls: list[str] = []
@@ -459,9 +454,9 @@ def test_lora_with_a_frozen_base(case, kind):
         assert_equal(steps(case, model, dtype), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_lora_on_experts_that_are_one_parameter_a_layer(kind, dtype):
+@in_turn(DTYPES, 1)
+def test_lora_on_experts_that_are_one_parameter_a_layer(kind, case):
+    dtype, llama = case, CASES["llama"]
     peft = pytest.importorskip("peft")
 
     def make() -> nn.Module:
@@ -472,10 +467,9 @@ def test_lora_on_experts_that_are_one_parameter_a_layer(kind, dtype):
         targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
 
-    case, choice = CASES["llama"], parse_choice(kind)
-    wanted, model = train(make(), case, dtype, steps=4, **NO_CACHE), make()
-    with attach(model, case.choices(model, choice)):
-        assert_equal(train(model, case, dtype, steps=4, **NO_CACHE), wanted)
+    wanted, model = train(make(), llama, dtype, steps=4, **NO_CACHE), make()
+    with attach(model, llama.choices(model, parse_choice(kind))):
+        assert_equal(train(model, llama, dtype, steps=4, **NO_CACHE), wanted)
 
 
 @in_turn(FEW)

@@ -241,7 +241,7 @@ def test_when_copies_are_waited_for_and_started(choices, waits, backward):
     assert logged(*choices) == [*lines, *(f"before backward of {line}" for line in backward)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(
         st.sampled_from([SAVE, RECOMPUTE, OFFLOAD, *(Offload(window=w) for w in (2, 3, 7)), RecomputeOffload()]),

@@ -13,7 +13,8 @@ from autockpt.schema.choices import Choice, choice_kinds, parse_choice
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import Step, build, discover_units
 from tests.errors import raises
-from tests.policies.zoo import assert_equal
+from tests.policies.zoo import KINDS, assert_equal
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +29,10 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-KINDS = sorted(choice_kinds("block"))
-
-
 def workload_of(base: str) -> Step:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     spec = WorkloadSpec.model_validate(
-        {"model": "llama-tiny", "lora": LORA, "batch_size": 2, "seq_len": 32} | BASES[base]
+        {"model": TWO_LAYERS, "lora": LORA, "batch_size": 2, "seq_len": 16} | BASES[base]
     )
     workload = build(spec)
     with torch.no_grad():  # factors that are zero would hide what comes before them

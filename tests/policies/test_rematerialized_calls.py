@@ -355,8 +355,9 @@ ODD: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("choice", ["remake", {"kind": "remake", "keep": ["**"]}])
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize(
+    ("choice", "autocast"), [("remake", False), ({"kind": "remake", "keep": ["**"]}, True)], ids=str
+)
 def test_whatever_changes_between_calls_is_right_or_refused(odd: str, choice: Any, autocast: bool) -> None:
     sizes = (96, 64)
     expected, found = (

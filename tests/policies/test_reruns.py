@@ -1,8 +1,8 @@
 import pytest
 
 from autockpt.runtime import attach
-from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, choice_kinds, parse_choice
-from tests.policies.zoo import CASES
+from autockpt.schema.choices import RECOMPUTE, SAVE, Choice, parse_choice
+from tests.policies.zoo import CASES, Case, in_turn
 from tests.reruns import RunCounter
 
 # least and most of a unit's heavy ops that backward executes again, as shares; recomputing stops once all is there
@@ -13,8 +13,7 @@ RANGES = dict.fromkeys(("save", "offload", "compile_budget"), (0, 0)) | {
 }
 
 
-def count(name: str, choices: dict[str, Choice]) -> RunCounter:
-    case = CASES[name]
+def count(case: Case, choices: dict[str, Choice]) -> RunCounter:
     model = case.make()
     counter = RunCounter(model, choices)
     with attach(model, choices) as session:
@@ -27,10 +26,9 @@ def count(name: str, choices: dict[str, Choice]) -> RunCounter:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
-@pytest.mark.parametrize("name", CASES)
-def test_every_policy_executes_again_what_it_says(name: str, kind: str) -> None:
-    counter = count(name, CASES[name].choices(CASES[name].make(), parse_choice(kind)))
+@in_turn(CASES.values(), 3)
+def test_every_policy_executes_again_what_it_says(kind: str, case: Case) -> None:
+    counter = count(case, case.choices(case.make(), parse_choice(kind)))
     least, most = RANGES[kind]
     for runs in counter.counts.values():
         assert runs["forward"] > 0
@@ -39,6 +37,6 @@ def test_every_policy_executes_again_what_it_says(name: str, kind: str) -> None:
 
 
 def test_sub_units_count_for_themselves() -> None:
-    counts = count("llama", {"model.layers.0": SAVE, "model.layers.0.mlp": RECOMPUTE}).counts
+    counts = count(CASES["llama"], {"model.layers.0": SAVE, "model.layers.0.mlp": RECOMPUTE}).counts
     assert (counts["model.layers.0"]["forward"], counts["model.layers.0"]["again"]) == (6, 0)
     assert counts["model.layers.0.mlp"]["forward"] == 3 and counts["model.layers.0.mlp"]["again"] >= 2
