@@ -27,6 +27,7 @@ from autockpt.cli.app import build
 from autockpt.devices import get_device
 from tests.analysis.logs import FORWARD, message
 from tests.notebook import NOTEBOOK, executed
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ PAGES = [
 PROGRAMS = ("autockpt", "python", "pytest", "sh")
 INSTALLS = re.compile(r"^(python3? -m (venv|pip)|pip|names=|for|done|git|\. )")
 LENGTHS = "32\n8 9\n"
-SMALL = {"--model": "llama-tiny", "--batch-size": "2", "--seq-len": "32", "--budget": "60%act", "--trials": "1"}
+SMALL = {"--model": TWO_LAYERS, "--batch-size": "2", "--seq-len": "32", "--budget": "60%act", "--trials": "1"}
 
 
 def blocks_of(page: str) -> list[list[str]]:
@@ -239,10 +240,10 @@ def room(plan: dict[str, Any]) -> str:
 
 def test_the_first_job_has_a_feasible_and_binding_budget(autockpt: Autockpt) -> None:
     command = next(c for c in commands_of(ROOT / "README.md") if "llama-small" in c)
-    options = words_of(command)[2:]
-    at = options.index("--trials")
-    answer = json.loads(autockpt("explain", *options[:at], *options[at + 2 :], "--device", "cpu", "--json"))
-    assert answer["smallest_peak"] <= answer["peak_bytes"] <= answer["budget"]["bytes"] < answer["save_all_peak"]
+    few = "--choices", "save,recompute", "--trials", "1", "--hardware", "cpu"
+    answer = json.loads(autockpt(*words_of(command)[1:], *few, "--json"))
+    peaks = {row["name"]: row["predicted"]["peak_bytes"] for row in answer["rows"]}
+    assert peaks["recompute all"] <= peaks["ours"] <= answer["budget"]["bytes"] < peaks["none"]
 
 
 def test_a_measured_search_its_history_and_its_plan(autockpt: Autockpt, plan: dict[str, Any]) -> None:
@@ -304,14 +305,15 @@ def test_a_bare_search_simulates_a_card(autockpt: Autockpt, monkeypatch: pytest.
     """Where there is no accelerator; the built-in model made small."""
     if get_device(None).kind != "cpu":
         pytest.skip("needs a machine without an accelerator")
-    monkeypatch.setattr(searching, "SIMULATED_MODEL", "llama-tiny")
+    monkeypatch.setattr(searching, "SIMULATED_MODEL", TWO_LAYERS)
     command = words_of(next(c for c in commands_of(ROOT / "docs/simulation.md") if c.endswith("search --budget 24GB")))
     answer = json.loads(autockpt(*command[1:], "--choices", "save,recompute", "--trials", "1", "--json"))
     assert answer["plan"]["source"] == "simulated"
 
 
 def test_what_is_asked_before_there_is_a_run(autockpt: Autockpt) -> None:
-    rows = autockpt("estimate", "llama-tiny", "--cards", "rtx4090", "--seq-lens", "32,64", "--json").splitlines()
+    sizes = "--lora", "0", "--cards", "rtx4090", "--seq-lens", "32,64"
+    rows = autockpt("estimate", TWO_LAYERS, *sizes, "--json").splitlines()
     assert {json.loads(row)["seq_len"] for row in rows} == {32, 64}
     Path("train.log").write_text(FORWARD + message())
     command = next(c for c in commands_of(ROOT / "README.md") if c.startswith("autockpt diagnose"))
