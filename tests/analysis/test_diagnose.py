@@ -10,11 +10,12 @@ from autockpt.errors import UsageError
 from autockpt.schema import Hardware, Plan, WorkloadSpec
 from autockpt.shipped import load_hardware
 from tests.analysis.logs import FORWARD, message
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.usefixtures("few_choices")
 
 MIB, GIB = 2**20, 2**30
-SPEC = WorkloadSpec(model="llama-tiny", batch_size=32, seq_len=128)
+SPEC = WorkloadSpec(model=TWO_LAYERS, batch_size=32, seq_len=128)
 
 
 def mib(number: float) -> str:
@@ -53,7 +54,8 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_where_no_plan_fits_the_alternatives_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autockpt.tuning.infeasible.MOST_RANKS", 1)  # each variant is a ghost run of its own
-    monkeypatch.setattr("autockpt.tuning.infeasible._lean_optimizers", lambda *_: iter(()))
+    for family in ("lean_optimizers", "with_adapters"):
+        monkeypatch.setattr(f"autockpt.tuning.infeasible._{family}", lambda *_: iter(()))
     log = crowded(plain_peak, 0.28)
     said = diagnose(log, SPEC)
     assert said.refusal and said.outcome is None and said.alternatives and log.failure and log.failure.capacity

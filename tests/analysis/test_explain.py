@@ -12,10 +12,11 @@ from autockpt.cost import CostModel
 from autockpt.schema import Plan, SearchRequest
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
 
-JOB = {"model": "llama-tiny", "batch_size": 2, "seq_len": 32}
+JOB = {"model": TWO_LAYERS, "batch_size": 2, "seq_len": 32}
 
 
 def loaded(tmp_path: Path, choices: str) -> Plan:
@@ -49,7 +50,7 @@ def test_the_peak_is_that_which_the_search_predicted(monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> None:
-    choices = "  model.layers.0-1: recompute\n  model.layers.2.mlp: recompute\n  lm_head: chunked_loss\n"
+    choices = "  model.layers.0: recompute\n  model.layers.1.mlp: recompute\n  lm_head: chunked_loss\n"
     plan = loaded(tmp_path, choices)
     said = explain(plan, JOB, budget="1MB")
     assert said.status == "unmeasured" and not said.fits
@@ -59,7 +60,7 @@ def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> 
 
 
 def test_a_peak_in_the_optimizer_is_said_beside_activations() -> None:
-    said = explain(None, {"model": "llama-tiny", "batch_size": 1, "seq_len": 8})
+    said = explain(None, JOB | {"batch_size": 1, "seq_len": 8})
     assert said.curve.peak_phase == "optimizer" and said.moment.op != said.curve.peak_op
     most = sum(h.most_bytes for h in said.holdings if h.name in COME_AND_GO)
     shown = sum(s.total for s in said.units)
