@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import functools
 import gc
 import importlib
 import os
@@ -55,17 +56,27 @@ pool.WORTH = float("inf")
 _fork = GhostProcess.fork
 
 
-def _fork_with_full_caches(*arguments: Any) -> GhostProcess:
-    """A tracer's process is a fork of this one: what the first ghost run takes longer, each would take anew."""
-    GhostProcess.fork = _fork  # type: ignore[method-assign]
+@functools.cache
+def _fill_caches() -> None:
+    """What the first ghost run of a process takes longer, each of its forks would take again."""
     with torch.random.fork_rng(devices=[]):
         run = GhostRun(threads=1)
         run.build(WorkloadSpec(model="llama-tiny"), torch.device("cpu"))
         run.trace({"model.layers.0": parse_choice("recompute")})
+
+
+def _fork_with_full_caches(*arguments: Any) -> GhostProcess:
+    _fill_caches()
     return _fork(*arguments)
 
 
 GhostProcess.fork = _fork_with_full_caches  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="session")
+def full_caches() -> None:
+    """For tests whose forks trace."""
+    _fill_caches()
 
 
 class _ForkedChild(Child):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -16,14 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autockpt
+from autockpt.cli import main
 from autockpt.errors import MeasurementError, RanksError
 from autockpt.measuring import Ranks, ranks
 from autockpt.schema.choices import RECOMPUTE
+from tests.children import start_program
 from tests.errors import raises
 from tests.measuring.sharded_models import WIDTH, sharded, squares, step_of
 from tests.runtime.processes import in_processes, meet, needs_gloo, on_ranks
 
-pytestmark = [pytest.mark.slow, needs_gloo]
+pytestmark = [pytest.mark.slow, needs_gloo, pytest.mark.usefixtures("full_caches")]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -34,7 +37,7 @@ def searches(rank: int, kind: str) -> list[str]:
     ranks = dist.get_world_size()
     step, groups = step_of(kind, ranks), len(dist.distributed_c10d._world.pg_names)
     before = [local(p).detach().clone() for p in step.model.parameters()]
-    choices = ["recompute", "offload", "gathered"]
+    choices = ["recompute", "gathered"] if kind == "fsdp2" else ["offload"]
     plan = autockpt.search(step, budget="60%act", trials=1, choices=choices, progress=False, out=None)
     assert plan.measured is not None
     told = [""] * ranks
@@ -62,49 +65,49 @@ def test_all_ranks_get_one_plan_and_nothing_has_changed(kind: str, ranks: int, t
     assert on_ranks(partial(searches, kind=kind), tmp_path, ranks) == []
 
 
-def torchrun(folder: Path, job: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """``autockpt search`` on two ranks, of a job file with these lines."""
-    (folder / "job.yaml").write_text(job)
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    verb = ("-m", "autockpt", "search", "--job", "job.yaml", "--budget", "60%act", "--device", "cpu", *options)
-    environment = os.environ | {"PYTHONPATH": str(Path(autockpt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, *verb], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-
-
 WHOLE = "model: tests.measuring.sharded_models:whole\n"
+SEARCH = ("search", "--job", "job.yaml", "--budget", "60%act", "--device", "cpu")
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
 
 
 @pytest.mark.parametrize("how", ["shard: 2", "ddp: buckets"])
-def test_torchrun_searches_once_for_all_ranks(how: str, tmp_path: Path) -> None:
-    options = ("--trials", "1", "--choices", "save,recompute", "--timeout", "12s", "--json")
-    done = torchrun(tmp_path, f"{WHOLE}{how}\n", *options)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["plan"] is not None  # one of them printed
+def test_launched_ranks_search_once_for_all(how: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"{WHOLE}{how}\n")
+
+    def start(rank: int) -> Callable[[], subprocess.CompletedProcess[str]]:
+        def program() -> None:
+            meet(rank, str(tmp_path))
+            main()
+
+        options = ("--trials", "1", "--choices", "save,recompute", "--timeout", "12s", "--json")
+        return start_program(program, tmp_path, os.environ | LAUNCHED | {"RANK": str(rank)}, *SEARCH, *options)
+
+    first, second = [end() for end in [start(0), start(1)]]
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["plan"] is not None and not second.stdout  # one of them printed
     (run,) = tmp_path.glob("results/*/report.html")
     plan = autockpt.Plan.load(run.parent / "plan.yaml")
     assert plan.workload is not None and plan.workload.model == "tests.measuring.sharded_models:whole"
     assert plan.measured is not None and len(plan.measured.peak_by_rank) == 2
 
 
-@pytest.mark.parametrize(
-    ("job", "code"),
-    [(f"{WHOLE}shard: 4\n", "ranks"), ("model: tests.measuring.sharded_models:with_optimizer\nshard: 2\n", "usage")],
-    ids=["another number", "cannot be built"],
-)
-def test_torchrun_refuses_in_one_voice(job: str, code: str, tmp_path: Path) -> None:
-    done = torchrun(tmp_path, job)
+def test_torchrun_refuses_in_one_voice(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: tests.measuring.sharded_models:with_optimizer\nshard: 2\n")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = os.environ | {"PYTHONPATH": str(Path(autockpt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = (*launcher, "-m", "autockpt", *SEARCH)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and done.stdout == ""
-    assert re.findall(r"\[([a-z.]+)\]$", done.stderr, re.M) == [code]
+    assert re.findall(r"\[([a-z.]+)\]$", done.stderr, re.M) == ["usage"]
     assert set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) == {"2"}
 
 
-def test_a_job_that_is_not_sharded_is_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("RANK", "1")):
+def test_a_job_for_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (LAUNCHED | {"RANK": "1"}).items():
         monkeypatch.setenv(name, value)
-    with raises(RanksError):
-        autockpt.search("llama-tiny", device="cpu")
-    with raises(RanksError):
-        autockpt.search("llama-tiny", device="cpu", shard=2, global_batch=8)
+    for job in ({}, {"shard": 4}, {"shard": 2, "global_batch": 8}):
+        with raises(RanksError):
+            autockpt.search("llama-tiny", device="cpu", **job)
 
 
 def refusals(rank: int) -> list[str]:
