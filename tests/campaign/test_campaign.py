@@ -20,11 +20,11 @@ BLOCKS = ("layers.0", "layers.1")
 def test_ordinary_models_train_as_ever() -> None:
     """A sample; `pytest -m campaign` runs many more."""
     drawn = (n for n in itertools.count() if draw(n).ordinary and draw(n).dtype == "float32")  # others may not run
-    ordinary = itertools.islice(drawn, 6)
+    ordinary = itertools.islice(drawn, 2)
     trials = Trials()
     verdicts = [trials.run(n * PLANS + plan) for n in ordinary for plan in range(PLANS)]
     assert not [v for v in verdicts if v.word not in ("equal", "invalid")]
-    assert sum(v.word == "equal" for v in verdicts) >= 30
+    assert sum(v.word == "equal" for v in verdicts) >= 10
 
 
 @pytest.mark.campaign

@@ -23,10 +23,16 @@ from autockpt.measuring import Ranks, ranks
 from autockpt.schema.choices import RECOMPUTE
 from tests.children import start_program
 from tests.errors import raises
+from tests.measuring import sharded_models
 from tests.measuring.sharded_models import WIDTH, sharded, squares, step_of
 from tests.runtime.processes import in_processes, meet, needs_gloo, on_ranks
 
-pytestmark = [pytest.mark.slow, needs_gloo, pytest.mark.usefixtures("full_caches")]
+pytestmark = [pytest.mark.slow, needs_gloo]
+
+
+@pytest.fixture(autouse=True)
+def _few_layers(monkeypatch: pytest.MonkeyPatch, full_caches: None) -> None:
+    monkeypatch.setattr(sharded_models, "LAYERS", 2)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -70,7 +76,7 @@ SEARCH = ("search", "--job", "job.yaml", "--budget", "60%act", "--device", "cpu"
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize("how", ["shard: 2", "ddp: buckets"])
+@pytest.mark.parametrize("how", ["shard: 2", pytest.param("ddp: buckets", marks=pytest.mark.campaign)])
 def test_launched_ranks_search_once_for_all(how: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"{WHOLE}{how}\n")
 
@@ -160,7 +166,7 @@ def fails(rank: int, folder: str, where: str) -> None:
         optimizer.register_step_pre_hook(lambda *_: fail_late())
     step = autockpt.Step(model, torch.ones(8, WIDTH), loss=loss, optimizer=optimizer)
     told = "no error"
-    with patch.object(ranks, "FIRST_TIMEOUT", 5.0):
+    with patch.object(ranks, "FIRST_TIMEOUT", 3.0):
         try:
             with Ranks(step, "question") as measurer:
                 if rank:

@@ -15,7 +15,7 @@ from tests.evidence.bench import worker
 from tests.evidence.bench.peers import OUR_OWN, PEERS
 from tests.measuring.small_workloads import Stack, make_workload
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.campaign
 
 BUDGETS = {"70%": 0.7, "95%": 0.95}
 
