@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -115,6 +116,9 @@ class _ForkedChild(Child):
 
 
 client.Child = process.Child = _ForkedChild  # type: ignore[misc]
+
+# Where it does not propagate, pytest listens to it, and PyTorch then writes out every graph that it compiles.
+logging.getLogger("torch.__trace").propagate = True
 
 # Tests make many objects and few cycles: the collector would look through them for a twentieth of their time.
 gc.set_threshold(1_000_000)
