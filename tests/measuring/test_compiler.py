@@ -26,35 +26,25 @@ def runner_of(mode: CompileMode, model: nn.Module | None = None) -> StepRunner:
 
 
 @pytest.mark.parametrize("mode", ["layers", "model"])
-def test_budgets_and_recompute_take_fewer_bytes(mode: CompileMode):
+def test_plans_take_fewer_bytes_and_are_compiled_once(mode: CompileMode):
+    """The compiler guards on forwards inside a graph, so a plan is attached by the same objects every time."""
     runner = runner_of(mode)
-    model = runner.workload.model
+    model, mixed = runner.workload.model, {**TIGHT_ALL, "layers.0": RECOMPUTE}
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    plain = runner.measure({}, steps=1)
-    recomputed = runner.measure(RECOMPUTE_ALL, steps=1)
-    tight = runner.measure(TIGHT_ALL, steps=1)
-    assert recomputed.peak_bytes < plain.peak_bytes
-    assert tight.peak_bytes < plain.peak_bytes
+    plans = {"none": {}, "all": RECOMPUTE_ALL, "tight": TIGHT_ALL, "mixed": mixed}
+    plain, *others = measured = [runner.measure(plan, steps=1) for plan in plans.values()]
+    assert all(one.peak_bytes < plain.peak_bytes for one in others)
     # the first layer's input needs no gradient: another graph
-    assert {plain.graphs, recomputed.graphs, tight.graphs} == {2 if mode == "layers" else 1}
-    assert all(m.compile_seconds > 0 for m in (plain, recomputed, tight))
+    assert {one.graphs for one in measured[:3]} == {2 if mode == "layers" else 1}
+    assert all(one.compile_seconds > 0 for one in measured[:3])
+    times = runner.compiler.times  # type: ignore[union-attr]
+    runner.compare(plans, rounds=2)
+    assert runner.measure(mixed, steps=1).compile_seconds == 0
+    assert runner.compiler.times == times  # type: ignore[union-attr]
     for name, module in model.named_modules():
         assert module.__dict__ == before[name]
     assert torch._functorch.config.activation_memory_budget == 1.0
     assert torch._functorch.config.joint_custom_pass is None
-
-
-@pytest.mark.parametrize("mode", ["layers", "model"])
-def test_a_plan_that_had_its_turn_is_not_compiled_again(mode: CompileMode):
-    """The compiler guards on forwards inside a graph, so a plan is attached by the same objects every time."""
-    runner = runner_of(mode)
-    mixed = {**TIGHT_ALL, "layers.0": RECOMPUTE}
-    for plan in (mixed, RECOMPUTE_ALL, {}):
-        assert runner.measure(plan, steps=1).compile_seconds > 0
-    times = runner.compiler.times  # type: ignore[union-attr]
-    runner.compare({"mixed": mixed, "all": RECOMPUTE_ALL, "none": {}}, rounds=2)
-    assert runner.measure(mixed, steps=1).compile_seconds == 0
-    assert runner.compiler.times == times  # type: ignore[union-attr]
 
 
 def test_a_budget_is_refused_where_random_numbers_are_drawn():
