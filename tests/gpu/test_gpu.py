@@ -7,6 +7,7 @@ import pytest
 
 import tests.gpu.__main__ as script
 from autockpt.devices import get_device
+from autockpt.measuring import client
 from autockpt.process import child_environment
 from tests.gpu.contract import FILES
 from tests.gpu.items import Context, Item, items_of, read, write
@@ -51,11 +52,12 @@ def slow(context: Context) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path):
+def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "Child", client.Child)  # a fork, which is there at once
     item = Item(1, "slow", f"{__name__}:slow", 60)
     kept: list[str] = []
     runs = script.Runs("tiny", tmp_path, child_environment(), lambda: kept.append(read(tmp_path, item)["state"]))
-    runs.one(item, 10.0)
+    runs.one(item, 2.0)
     found = read(tmp_path, item)
     assert (found["state"], found["data"]) == ("out of time", {"rows": {"a": {}}})
     assert kept == ["partial", "out of time"]  # what it has so far is on the pages while it runs
