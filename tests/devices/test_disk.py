@@ -5,11 +5,8 @@ import gc
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +15,8 @@ import torch
 from autockpt.devices import disk
 from autockpt.devices.hostpool import HostUse
 from autockpt.errors import HostBudgetExceeded, MeasurementError
+from autockpt.process import ChildDied
+from tests.children import forked
 from tests.errors import raises
 from tests.policies.deferred import DeferredDisk
 
@@ -132,21 +131,16 @@ def test_writes_and_reads_in_pieces(tmp_path, monkeypatch):
         round_trip(way, seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_behind(tmp_path, end):
-    program = (
-        "import sys, os, torch\n"
-        "from tests.policies.deferred import DeferredDisk\n"
-        "p = DeferredDisk(sys.argv[1]).send(torch.ones(1 << 20, dtype=torch.uint8)); p.settle()\n"
-        "assert not os.listdir(sys.argv[1])\n"
-        "os.kill(os.getpid(), int(sys.argv[2]))\n"
-        "import time; time.sleep(60)\n"
-    )
-    root = Path(disk.__file__).parents[2]
-    command = [sys.executable, "-c", program, str(tmp_path), str(int(end))]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, check=False, stderr=subprocess.DEVNULL)
-    assert done.returncode == -end
+def test_nothing_is_left_behind_by_a_process_that_is_killed(tmp_path):
+    def work(say):
+        DeferredDisk(tmp_path).send(some_bytes()).settle()
+        say(os.listdir(tmp_path))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = forked(work)
+    assert child.receive(60) == []
+    with pytest.raises(ChildDied):
+        child.receive()
     assert list(tmp_path.iterdir()) == []
 
 
