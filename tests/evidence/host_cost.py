@@ -1,6 +1,6 @@
 """Host time per layer and step of every choice, beside PyTorch's checkpointing called by hand.
 
-    OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [DEVICE [ROUNDS [CHOICE ...]]]
+    OMP_NUM_THREADS=1 python -m tests.evidence.host_cost [--marks] [DEVICE [ROUNDS [CHOICE ...]]]
 
 A Llama of 24 layers so small that next to nothing but host time is left (hidden 16, 8 tokens). All candidates in turns,
 each after four steps that are not timed (calls 1, 2 and 4 are checked); medians over the rounds, and
@@ -10,9 +10,13 @@ beside the times stand counts, which are the same on every run: Python functions
 by which torch asks a mode about an op or a function, and objects that Python's garbage collector has to look through
 until backward. On a GPU its work is waited for after every step, outside of what is timed. Where torch_remat is
 installed, one row is its checkpoint with the output of one module kept.
+
+Times depend on the machine and on what runs beside; instructions do not. With ``--marks`` each candidate runs once
+between calls of ``getloadavg``, before which callgrind can begin a new count (``--dump-before=getloadavg``).
 """
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -166,14 +170,32 @@ def counts(device: str = "cpu") -> dict[str, tuple[float, ...]]:
     return found
 
 
+def mark(device: str = "cpu") -> None:
+    """A forward and a backward of each candidate, with a mark before, between and after them."""
+    model, batch = model_and_batch(device)
+    gc.disable()
+    for name, choice in _candidates().items():
+        with attached(model, name, choice):
+            for _ in range(WARMUP):
+                model(**batch).loss.backward()
+            os.getloadavg()
+            loss = model(**batch).loss
+            os.getloadavg()
+            loss.backward()
+            os.getloadavg()
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.evidence.host_cost")
     parser.add_argument("device", nargs="?", default="cpu")
     parser.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
     parser.add_argument("choices", nargs="*", default=CHOICES)
+    parser.add_argument("--marks", action="store_true")
     asked = parser.parse_args()
     rounds, CHOICES[:] = asked.rounds, asked.choices
+    if asked.marks:
+        return mark(asked.device)
     counted = counts(asked.device)
     times = measure(asked.device, rounds)
     plain = times["nothing attached"]["forward"]
