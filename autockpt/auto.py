@@ -1,4 +1,4 @@
-"""``import autockpt.auto``, with ``AUTOCKPT_PLAN=plan.yaml`` or ``AUTOCKPT_BUDGET=24GB``: for a script of anybody.
+"""``import autockpt.auto``, with ``AUTOCKPT_PLAN=plan.yaml`` or ``AUTOCKPT_BUDGET=24GB``: for any script, unchanged.
 
 With a plan, the first model that fits it and is called to be trained gets it, right before that call; the line may
 stand anywhere before training. What was attached, or at exit that nothing was and why, is said on stderr.

@@ -1,4 +1,4 @@
-"""Exceptions for people: each says what is wrong and what to do, and knows its exit code."""
+"""The exceptions that autockpt raises on purpose: each has a message, a remedy, a stable code and an exit code."""
 
 from __future__ import annotations
 

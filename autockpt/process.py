@@ -1,8 +1,7 @@
-"""Child processes that measure, ghost-run or calibrate: spoken to over one connection, and never left behind.
+"""Child processes that measure, ghost-run or calibrate: each has one connection, and none outlives its parent.
 
-A child may die of what it does, or hang; its parent reports why and goes on. It is ended when its parent is done with
-it, when nothing refers to it any more, and when the interpreter exits. At the end: the processes of a job, which
-torchrun starts.
+A child may crash or hang; its parent reports why and continues. A child is ended by ``close``, when nothing refers to
+it any more, and when the interpreter exits. The last functions are about the processes of a job that torchrun started.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from autockpt.interpreter import fork
 T = TypeVar("T")
 _LOOK_SECONDS = 1.0  # between two looks whether a silent child lives
 _IDLE, _ENDING = 0.2, 10.0  # seconds that a child gets to end by itself, and to be gone once it is killed
-_ANSWER = 60.0  # seconds that a fork gets for a question
+_ANSWER = 60.0  # seconds that a fork has for an answer
 _TAIL = 1 << 16  # bytes of a log that are read from its end
 _open_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -45,7 +44,7 @@ class ChildDied(Exception):
 
 
 class ChildSilent(Exception):
-    """The child sent nothing for as long as was waited, or took nothing; it has been killed."""
+    """The child sent, or accepted, nothing within the time limit; it has been killed."""
 
 
 class Child:
@@ -98,7 +97,7 @@ class Child:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
-            with warnings.catch_warnings(action="ignore"):  # of threads: whoever forks looks whether the child answers
+            with warnings.catch_warnings(action="ignore"):  # about threads: callers check whether the child answers
                 if pid := fork():
                     return pid
             try:
@@ -198,7 +197,7 @@ def _end(owner: int, life: _Life, connection: Connection) -> None:
 
 
 def in_a_fork(question: Callable[[], T]) -> T | None:
-    """The answer of ``question`` in a fork of this process, which ends with all that it opened; None where it fails."""
+    """The result of ``question`` in a fork of this process, which then ends with all it opened; None where it fails."""
     with (
         contextlib.suppress(AttributeError, OSError, ChildDied, ChildSilent),
         contextlib.closing(Child.fork(lambda theirs: theirs.send(question()))) as child,
@@ -208,7 +207,7 @@ def in_a_fork(question: Callable[[], T]) -> T | None:
 
 
 def be_killed_first() -> None:
-    """Where the system runs out of memory, let it end this child and not its parent, which has all results."""
+    """Let the system kill this child if memory runs out, and not its parent, which has all results."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

@@ -1,4 +1,4 @@
-"""What is seen while a search runs: a bar on a terminal, one line per trial elsewhere. Both are listeners."""
+"""The progress of a search: a bar on a terminal, one line per trial elsewhere. Both are listeners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``search``, ``estimate``, ``explain`` and ``verify`` mirror the commands; ``trace`` exists only in Python.
+"""The Python interface: ``search``, ``estimate``, ``explain`` and ``verify`` mirror the commands; ``trace`` is Python's
+alone.
 
 A model is named as there (``llama-8b``, a folder, a class), its workload given as keyword arguments by the names of
 the command line's options: ``batch_size``, ``seq_len``, ``lora``, …. ``search`` also takes a live ``Step``.
@@ -169,9 +170,9 @@ def explain(
     seconds in what is returned.
     """
     given = workload if model is None else {**workload, "model": model}
-    said = explained(plan, given, step=step, budget=budget, device=device, hardware=hardware)
+    explanation = explained(plan, given, step=step, budget=budget, device=device, hardware=hardware)
     if show:
         from autockpt.cli.explain import print_explanation
 
-        print_explanation(said, console(stderr=False))
-    return said
+        print_explanation(explanation, console(stderr=False))
+    return explanation

@@ -1,4 +1,4 @@
-"""What ships with autockpt as YAML files: descriptions of hardware, and model shapes.
+"""Hardware descriptions and model shapes that ship with autockpt as YAML files.
 
 They lie in ``search_spaces/`` of a checkout, and travel inside of the installed package.
 """

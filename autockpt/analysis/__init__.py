@@ -1,1 +1,1 @@
-"""What a person asks of a step or a plan: explain, diagnose, verify, and a run's page."""
+"""Questions about a step, a plan or a run, and their answers: explain, diagnose, verify, and a run's page."""

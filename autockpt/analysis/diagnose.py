@@ -1,4 +1,4 @@
-"""From an out-of-memory failure to a suggested plan: what the run said, what filled the device, what would fit."""
+"""Diagnose an out-of-memory error: what the log reports, what filled the device, and a plan that fits."""
 
 from __future__ import annotations
 

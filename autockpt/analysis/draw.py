@@ -1,4 +1,4 @@
-"""Drawings of a page as SVG whose places are percentages: they fit any width with text of one size.
+"""The drawings of a page, as SVG whose coordinates are percentages, so that they fit any width.
 
 A curve lies in an inner drawing of 100 × 100 units that is stretched; everything else is placed in per cent.
 """
@@ -48,7 +48,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class PlotPoint:
-    """A plan in the plane of peak and step time; ``noise`` is half its interval as a share of the seconds."""
+    """A plan by its peak and step time; ``noise`` is half its interval as a share of the seconds."""
 
     peak_bytes: int
     seconds: float

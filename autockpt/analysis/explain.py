@@ -1,4 +1,4 @@
-"""From a plan, a budget, a plain workload or a run's own files to the whole Explanation.
+"""Make the Explanation of a plan, a budget, a plain workload, or a run from its files.
 
 A workload is ghost-run with every uniform plan, and what each choice costs is worked out by op times. Seconds rest on,
 best first: ops timed on the device, a roofline of a named device, common rates.

@@ -1,4 +1,4 @@
-"""What ``autockpt explain`` has to say: where the bytes of a step go, and what giving some up would cost."""
+"""The Explanation: where the bytes of a step go, and what freeing some would cost. Terminal and page render it."""
 
 from __future__ import annotations
 

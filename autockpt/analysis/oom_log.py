@@ -1,4 +1,4 @@
-"""Read an out-of-memory failure out of a log: the figures of PyTorch's message, and the stack in front of it.
+"""Find an out-of-memory error in a log: the figures of PyTorch's message, and the stack in front of it.
 
 The wordings are those of c10's caching allocator from 1.0 on (CUDA, HIP, XPU and copies of it), of
 ``cudaMallocAsync``, and of MPS. Launchers and loggers may put anything in front of a line: patterns look behind it.

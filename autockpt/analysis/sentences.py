@@ -1,4 +1,4 @@
-"""What answers and explanations say in rows and sentences; the terminal and the page print the same ones."""
+"""The rows and sentences of answers and explanations, which the terminal and the page share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing a plan with its promises by real steps: gradients, sentinels, peak and step time."""
+"""Verify a plan by real steps: gradients, recomputed and offloaded tensors, peak and step time."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def verify(
     listener: Listener | None = None,
     steps: int = 10,
 ) -> VerifyReport:
-    """Run a plan's training steps and plain ones, and hold the plan against what it promises.
+    """Run training steps under a plan and plain ones, and compare them with what the plan promises.
 
     ``workload`` defaults to what the plan was made for. A spec is run in a worker process; a live workload in this one,
     whose state is restored. ``steps`` cycles are timed.

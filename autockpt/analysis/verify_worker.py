@@ -1,4 +1,4 @@
-"""What runs in the model's process: functions for ``Measurer.call``."""
+"""The functions of ``verify`` that run in the model's process, by ``Measurer.call``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why this plan: its neighbours in bytes, what the bytes between them cost, and what other budgets buy."""
+"""Why the plan is as it is: the next leaner and the next faster plan, and the best plans for other budgets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
 
 
 class PredictedPlans:
-    """Plans with what was predicted of each, which one plan is compared with. ``saving`` is the plan that saves all."""
+    """Plans with their predictions, which the explained plan is compared with. ``saving`` is the plan that saves
+    all."""
 
     def __init__(self, saving: Mapping[str, Choice], plain: Prediction) -> None:
         self._saving, self._plain_seconds = saving, plain.step_seconds or 0.0

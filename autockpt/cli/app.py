@@ -1,4 +1,4 @@
-"""The program ``autockpt``: its verbs and nothing else."""
+"""The program ``autockpt``: its verbs, the groups of their options, and the process's end."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from autockpt.process import launched, own_rank
 VERBS = (search, estimate, explain, diagnose, verify, history, export, calibrate)
 
 COLLECT_AFTER = (100_000, 50)
-"""Objects, and collections of the young, until the garbage collector looks again: what PyTorch and transformers make
-while they are imported stays, and to look through it again and again takes a fifth of the time."""
+"""Thresholds of the garbage collector. With Python's defaults it takes a fifth of the time, as it visits the objects of
+PyTorch and transformers again and again while they are imported."""
 
-# heading -> options by parameter name, in this order; what is in none stands under "Options"
+# heading -> options by parameter name, in this order; all others are under "Options"
 PANELS = {
     "Training step": """model batch_size seq_len packed lengths batch_sizes seq_lens dtype autocast optimizer
         accumulate global_batch lora full qlora load_in_4bit compile job seed""",
@@ -88,12 +88,12 @@ def main() -> None:
     """Entry point of the console script; ends the process with the verb's exit code."""
     gc.set_threshold(*COLLECT_AFTER)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that a terminal does not have must not cost the answer
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack a character
             stream.reconfigure(errors="replace")
     code = 1
 
     def end_at_once() -> None:
-        """Without taking all objects apart one by one, which takes seconds after many ghost runs."""
+        """Skip the destruction of all objects, which takes seconds after many ghost runs."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()

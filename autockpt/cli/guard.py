@@ -1,4 +1,4 @@
-"""What leaves a verb: a result or one screen of explanation with an exit code, never a traceback."""
+"""Every verb ends with a result, or with an error message and an exit code, never with a traceback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autockpt.terminal import console
 Answer = TypeVar("Answer")
 INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
 FAILED = 4
-CONTINUED = ("search",)  # verbs that write down what they measure as it comes
+CONTINUED = ("search",)  # verbs that continue where they were interrupted
 
 
 def guarded(verb: Callable[..., None]) -> Callable[..., None]:
@@ -57,7 +57,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
             silence_output()
             raise typer.Exit(UNREAD) from None
         except (KeyboardInterrupt, Exception) as error:
-            # what an interrupt leaves half done (an import, above all) may fail in ways of its own
+            # what an interrupt leaves half done, such as an import, may fail in any way
             if interrupts or isinstance(error, KeyboardInterrupt):
                 code = _interrupted(as_json, _code(interrupts), kept)
             elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
@@ -79,9 +79,10 @@ def silence_output() -> None:
 
 @contextmanager
 def _noting(interrupts: list[int]) -> Iterator[None]:
-    """Write down each Ctrl-C and SIGTERM of the block; both raise KeyboardInterrupt, which code may turn into another.
+    """Record each Ctrl-C and SIGTERM of the block. Both raise KeyboardInterrupt, which code may turn into another
+    error.
 
-    A signal that somebody else handles, or that is ignored, is left to that.
+    Signals that already have another handler, or are ignored, are not touched.
     """
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -94,7 +95,7 @@ def _noting(interrupts: list[int]) -> Iterator[None]:
 
 
 def _code(interrupts: list[int]) -> int:
-    """The exit code of what was interrupted, as a shell gives it."""
+    """The exit code after an interrupt, as a shell gives it."""
     return TERMINATED if signal.SIGTERM in interrupts else INTERRUPTED
 
 

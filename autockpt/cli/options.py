@@ -1,4 +1,4 @@
-"""Options that several verbs share, and what becomes of them."""
+"""Options that several verbs share, and parsers of their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``autockpt search``: find a plan by measured steps."""
+"""``autockpt search``: parse the options into a request, and print the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autockpt.schema.workload import Stage, described_by
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
 
 AUTO = "auto"
-# what is planned for where no model is named, by kind of device
+# the model that is planned for where none is named, by kind of device
 DEFAULT_MODELS = {"cuda": "llama-1b"}
 SMALL_MODEL = "llama-small"
 # what is simulated where there is no accelerator, and neither a model nor a device was named
@@ -216,7 +216,7 @@ _NO_PASSWORD = (
 
 
 def print_answer(outcome: SearchOutcome, console: Console) -> None:
-    """Print the whole answer: job, budget, table, notes, the plan and the lines that load it."""
+    """Print the answer: job, budget, table, notes, the plan and the lines that load it."""
     console.print(_heading(outcome))
     rows = answer_rows(outcome.rows, outcome.budget.bytes)
     if rows:
@@ -233,7 +233,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
 
 
 def answer_table(rows: list[AnswerRow]) -> Table:
-    """The comparison; what was predicted stands under what was measured."""
+    """The table of plans, with predictions below measurements."""
     host = any(row.known is not None and row.known.host_bytes for row in rows)  # where something is offloaded
     columns = ["<plan", "fits", ">peak", ">headroom", ">step", ">overhead", *([">host"] if host else [])]
     table = plain_table(*columns)
@@ -283,7 +283,7 @@ def _heading(outcome: SearchOutcome) -> Text:
 
 
 def _remarks(outcome: SearchOutcome, rows: list[AnswerRow]) -> list[str]:
-    """What the table does not say."""
+    """Notes on the answer that are not in the table."""
     lines = []
     if outcome.interrupted:
         so_far = "this is the best so far" if outcome.plan else "nothing that fits was measured yet"
@@ -331,7 +331,7 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
 
 
 def _on_the_device(plan: Plan, path: str) -> tuple[str, ...]:
-    """Commands that compare a simulated plan with real steps, where one process can take such steps."""
+    """Commands that compare a simulated plan with real steps, if one process can take them."""
     if plan.status != "simulated":
         return ()
     path, spec = shlex.quote(path), plan.workload
@@ -398,16 +398,16 @@ def print_stages(answer: PipelineAnswer, console: Console) -> None:
     console.print(table)
     if first.source == "simulated":
         console.print(simulated(first.step_note))
-    said = [f"Stage {slowest.stage} is the slowest: others have the leanest plans on record that are no slower."]
+    notes = [f"Stage {slowest.stage} is the slowest: others have the leanest plans on record that are no slower."]
     if answer.cut_seconds is not None:
         gain = answer.cut_seconds / (slowest.score.step_seconds or 1.0) - 1
         cut = f"{','.join(map(str, answer.faster_cut))} {Stage.parse(slowest.stage).schedule}".strip()
-        said.append(
+        notes.append(
             f"With `stage: {cut}` the slowest stage would take about {words.seconds(answer.cut_seconds)} "
             f"({words.share(gain, signed=True)}): search again with it."
         )
     common = [note for note in first.notes if all(note in stage.outcome.notes for stage in answer.stages)]
-    remarks([*said, *common], console)
+    remarks([*notes, *common], console)
     paths = [str(stage.path) for stage in answer.stages if stage.path is not None]
     if paths:
         heading("To train with them, on the rank of each stage:", console)
@@ -416,7 +416,7 @@ def print_stages(answer: PipelineAnswer, console: Console) -> None:
 
 
 def _trainer_flags(batch_size: int, accumulate: int) -> dict[str, str]:
-    """What trainers are given, on one device: micro-batch and accumulation by their own names."""
+    """The settings of trainers for micro-batch and accumulation on one device."""
     rows = batch_size * accumulate
     return {
         "transformers": f"--per_device_train_batch_size {batch_size} --gradient_accumulation_steps {accumulate}",

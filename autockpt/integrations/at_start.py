@@ -1,4 +1,5 @@
-"""A plan found where it is needed: as training starts, in the trainer's own process, on what it is about to train."""
+"""What the callbacks of all trainers share: apply a plan, or search for one on the trainer's own model as training
+starts."""
 
 from __future__ import annotations
 

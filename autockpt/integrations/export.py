@@ -1,4 +1,4 @@
-"""A plan as the nearest setting of a trainer that has activation checkpointing of its own, and what is lost.
+"""Export a plan: the nearest setting of a trainer that has activation checkpointing of its own, and what is lost.
 
 A trainer is a function and a line in ``TARGETS``. No setting keeps more of a layer than the plan where the trainer can
 do without. Layers are matched by their order: some trainers have models of their own.

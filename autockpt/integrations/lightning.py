@@ -1,4 +1,5 @@
-"""A plan, or a budget, in Lightning's Trainer: a callback, for ``lightning`` and for ``pytorch_lightning``."""
+"""The callback for Lightning's Trainer (``lightning`` and ``pytorch_lightning``): applies a plan or searches for
+one."""
 
 from __future__ import annotations
 

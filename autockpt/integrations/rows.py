@@ -1,4 +1,4 @@
-"""Rows of a trainer's data set: which make its largest batches, without its training taking notice."""
+"""Find the rows of a trainer's data set that make its largest batches, without side effects on training."""
 
 from __future__ import annotations
 

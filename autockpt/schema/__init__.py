@@ -1,4 +1,4 @@
-"""The data objects that the stages hand to one another: frozen, versioned, without torch."""
+"""The data objects that the packages exchange and that files hold: frozen, validated, without torch."""
 
 from autockpt.schema.base import Data
 from autockpt.schema.choices import (

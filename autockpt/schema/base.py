@@ -1,4 +1,4 @@
-"""The base of all data objects: frozen, closed to unknown keys; and how errors about their values are worded."""
+"""The base class of all data objects, and error messages about invalid values."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Data(BaseModel):
 
 
 def refused(message: str, remedy: str) -> PydanticCustomError:
-    """What a validator raises, so that pydantic adds the place of the value; ``remedy_of`` reads it back."""
+    """The exception for a validator to raise, to which pydantic adds the value's location. ``remedy_of`` reads its
+    remedy."""
     return PydanticCustomError("refused", "{message}", {"message": message, "remedy": remedy})
 
 
 def validating(parse: Callable[[Any], T]) -> Callable[[Any], T]:
-    """A parser that raises errors for people, as a validator."""
+    """Turn a parser that raises AutockptError into a pydantic validator."""
 
     def validate(value: Any) -> T:
         try:
@@ -42,19 +43,19 @@ def validating(parse: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def remedy_of(error: ValidationError) -> str:
-    """What a validator said is to be done about the first field that does not fit; else empty."""
+    """The remedy for the first invalid field, if its validator gave one; else empty."""
     return error.errors()[0].get("ctx", {}).get("remedy", "")
 
 
 def first_violation(error: ValidationError) -> tuple[str, str]:
-    """The first field that does not fit, as ``device.capacity_bytes``, and why, in words that follow it."""
+    """The first invalid field, as ``device.capacity_bytes``, and the reason, in words that follow the name."""
     first = error.errors()[0]
     why = first["msg"].removeprefix("Value error, ")
     return ".".join(map(str, first["loc"])), why[:1].lower() + why[1:]
 
 
 def unfit(error: ValidationError, remedy: str = "") -> UsageError:
-    """The error for people about the first field that does not fit, as Python writes it: ``seed=-1: …``."""
+    """UsageError about the first invalid field, in Python's notation: ``seed=-1: …``."""
     name, why = first_violation(error)
     return UsageError(f"{name}={short(error.errors()[0]['input'])}: {why}", remedy=remedy)
 

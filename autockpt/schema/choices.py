@@ -1,4 +1,4 @@
-"""What can be done with a unit's activations.
+"""The choices: what can be done with a unit's activations.
 
 A new choice is one class here, one file in ``policies`` and one line in the table of policies.
 """

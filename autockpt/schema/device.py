@@ -1,4 +1,4 @@
-"""The device and the software a number was measured on."""
+"""The device and the software versions that numbers were measured with."""
 
 from __future__ import annotations
 

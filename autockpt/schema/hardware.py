@@ -1,4 +1,4 @@
-"""A device by its figures: what a step's seconds are modelled from where the device is not at hand.
+"""A hardware description: the figures from which the time and memory of a step on a card are simulated.
 
 Rates are dense peaks (no sparsity), in FLOP/s with a fused multiply-add as two; bandwidths in bytes per second, sizes
 in bytes, times in seconds. ``efficiency`` says which share of each peak real kernels reach.

@@ -1,4 +1,4 @@
-"""How long the sequences are that a training will see: a histogram, and what padding makes of it."""
+"""A histogram of the sequence lengths of a training, and of the padded batches that they form."""
 
 from __future__ import annotations
 

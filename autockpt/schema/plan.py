@@ -1,6 +1,6 @@
-"""The plan: what each unit does with its activations, where that was found out, and whether it was proven.
+"""The plan: a choice for each unit, with its provenance and its measurements or predictions.
 
-``Plan.load`` and ``Plan.save`` are the only doors to the file format, which is written for people to read and edit.
+``Plan.load`` and ``Plan.save`` read and write the YAML file, which people may edit.
 """
 
 from __future__ import annotations

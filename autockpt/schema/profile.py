@@ -1,4 +1,4 @@
-"""What each choice costs on each kind of unit, on one device."""
+"""The profile of a workload on one device: op times, and menus with the costs of each choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The question that a search is asked, what it reports on the way, and the answer it gives."""
+"""The request to a search, the interface for its progress, and the answers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from autockpt.schema.workload import SEEDS, Stage, WorkloadSpec
 _VERSIONS = ("autockpt", "torch", "transformers")
 _NO_FIGURES = {"description", "sources", "environment", "measured"}  # a simulation does not depend on them
 TRIALS = 40
-"""Candidates of a search that is not told how many."""
+"""The default number of candidates."""
 
 
 class SearchRequest(Data):
-    """One question to a search: what trains, the budget, the choices, how long to work, and where to write.
+    """A request to a search: the training step, the budget, the choices, how long to search, and where to write.
 
-    What trains is a described ``workload``, or a live ``step`` of this process, perhaps built as a workload describes
-    it. ``timeout`` is in seconds, the whole search included. ``out`` is the folder that gets the run's directory; None
-    keeps nothing on disk.
+    The step is described by a ``workload``, or is a live ``step`` of this process. ``timeout`` is in seconds, the whole
+    search included. ``out`` is the folder that gets the run's directory; None keeps nothing on disk.
     """
 
     budget: Budget
@@ -75,23 +74,23 @@ class SearchRequest(Data):
 
     @property
     def spec(self) -> WorkloadSpec | None:
-        """What describes the workload; None for a step of the user's own making."""
+        """The description of the step; None for a live step without one."""
         return self.workload or self.step.spec
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The model's name."""
         return self.spec.model if self.spec is not None else type(self.step.model).__name__
 
     @property
     def described(self) -> WorkloadSpec:
-        """The workload, in questions that no live step is asked."""
+        """The workload, where the request cannot be about a live step."""
         assert self.workload is not None
         return self.workload
 
     @property
     def measures(self) -> bool:
-        """Whether steps are taken; else bytes and seconds are those of ghost runs and op times."""
+        """Whether real steps are measured; else ghost runs and op times simulate them."""
         return self.hardware is None and not self.simulate
 
     @property
@@ -106,11 +105,10 @@ class SearchRequest(Data):
         return self.fresh or self.start is not None
 
     def question(self, environment: Environment | None = None, **more: Any) -> dict[str, Any]:
-        """All that changes the answer, as JSON: runs of one question share a directory and continue one another.
+        """All that changes the answer, as JSON. Runs of one question share a directory and continue one another.
 
-        How long to search, where to write and what was printed is not part of it. ``more`` adds facts found on the way,
-        such as the model's structure fingerprint, and those that tell a live step from others. Without ``environment``
-        it is that of any device.
+        Time limits and output are not part of it. ``more`` adds facts from tracing, such as the fingerprint of the
+        model's structure, and those that identify a live step. Without ``environment`` any device is meant.
         """
         whole = self.budget.kind == "auto"  # the device's capacity counts for such a budget alone
         of_a_run = {"overhead_bytes"} if whole else {"overhead_bytes", "capacity_bytes"}
@@ -135,7 +133,7 @@ class SearchRequest(Data):
 
 
 def question_hash(question: Mapping[str, Any]) -> str:
-    """Eight hex digits that name a question."""
+    """Eight hex digits that identify a question."""
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -168,7 +166,7 @@ class SearchOutcome(Data, extra="ignore"):  # one that an earlier version record
 
 
 class FinishedSearch(Data):
-    """The outcome of a search that came to its end, and how long it might work."""
+    """The outcome of a finished search, and the limits that it had."""
 
     trials: int
     timeout: float | None = None
@@ -176,14 +174,14 @@ class FinishedSearch(Data):
     outcome: SearchOutcome
 
     def answers(self, asked: SearchRequest) -> bool:
-        """Whether a search with these limits would have stopped by now, too."""
+        """Whether a search with the limits of ``asked`` would also have ended by now."""
         limits = (self.timeout, asked.timeout), (self.training_steps, asked.training_steps)
         longer = any(had is not None and (now is None or now > had) for had, now in limits)
         return asked.trials <= self.trials and not (longer and "time limit" in self.outcome.stopped)
 
 
 class BatchSetting(Data):
-    """One way to come to the same rows in every optimizer update: micro-batch × accumulation, and the best plan for it.
+    """A micro-batch size × accumulation for given rows per optimizer update, and the best plan for it.
 
     ``score`` is a measurement, or the prediction of a simulated search; its seconds are those of a whole update.
     """
@@ -251,13 +249,13 @@ class PipelineAnswer(Data):
 
 
 class Listener(Protocol):
-    """What a search tells whoever watches it. Calls come from one thread, in order; none may raise."""
+    """The interface for a search's progress. Calls come from one thread, in order; none may raise."""
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """A stage begins (and the one before it has ended): "trace", "profile", …; ``total`` steps where known."""
+        """A stage begins, and the one before it has ended: "trace", "profile", …; of ``total`` steps if known."""
 
     def advance(self, steps: int = 1) -> None:
-        """The current stage came this much further."""
+        """So many steps of the current stage have ended."""
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
         """A trial ended; ``best`` is the best feasible one so far, perhaps this one. Advances the stage by one."""
@@ -267,7 +265,7 @@ class Listener(Protocol):
 
 
 class Silence(Listener):
-    """A listener that does not listen."""
+    """A listener that ignores everything."""
 
 
 class Estimate(Data):

@@ -1,4 +1,4 @@
-"""Runs on disk: everything a search found out, written so that a kill at any moment loses nothing, and what it says.
+"""The directory of a run: everything a search found out, written so that a kill at any moment loses nothing.
 
 results/<model>_<device>_<budget>_<hash of the question>/
     question.json      what was asked          trials.jsonl      one line per trial, only ever appended to
@@ -359,7 +359,7 @@ def _slug(text: str) -> str:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn what the system or a parser says about a file into an error for people."""
+    """Turn errors of the system or a parser about a file into RunDirectoryError."""
     why, remedy = "", "Search with --fresh, which sets the directory aside, or restore the file."
     try:
         yield

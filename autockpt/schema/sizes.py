@@ -1,4 +1,4 @@
-"""Sizes and budgets as people write them: parsed strictly, resolved to bytes, printed in both units."""
+"""Sizes and memory budgets: parsed as people write them, resolved to bytes, printed in both units."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def headroom_of(text: str, budget_bytes: int) -> int:
 
 
 def _suggestion(text: object) -> str:
-    """What the person may have meant, in front of the accepted forms."""
+    """What the user may have meant, in front of the accepted forms."""
     loose = _LOOSE.fullmatch(str(text))
     if loose is None or not loose[1].strip("0."):
         return _FORMS

@@ -1,4 +1,4 @@
-"""One reading of a plan, a trial of the search, and what ghost runs alone say besides."""
+"""Predictions and measurements of plans, the trials of a search, and results of ghost runs alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autockpt.schema.choices import Choice
 
 
 class Prediction(Data):
-    """What tracing and profiling say a plan will do. Bytes by ghost run, seconds from op times, without noise."""
+    """The predicted peak and step time of a plan: bytes by ghost run, seconds from op times, without noise."""
 
     noise: ClassVar[float] = 0.0
     peak_bytes: int
@@ -21,7 +21,7 @@ class Prediction(Data):
 
 
 class Measurement(Data):
-    """What real steps did. ``step_seconds`` is the median of one whole accumulation cycle.
+    """The result of real steps. ``step_seconds`` is the median of one whole accumulation cycle.
 
     ``noise`` is half the width of the median's 95 % interval as a share of it; ``steps`` the number of timed cycles.
     """

@@ -1,4 +1,4 @@
-"""Numbers as people read them in a terminal: times, shares, counts, and a plan in one line."""
+"""Numbers and plans as text for people: times, shares, counts, and a plan in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is being planned for, as settings: everything that changes a step's bytes or seconds."""
+"""The description of a training step (``WorkloadSpec``): every setting that changes its bytes or seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is being planned for: model sources, batches, units, and the whole training cycle."""
+"""The training step that is planned for: models, batches, units, and the whole accumulation cycle (``Step``)."""
 
 from autockpt.workload.build import build, preload, refuse_simulated
 from autockpt.workload.failures import explain, step_failed

@@ -1,4 +1,4 @@
-"""From a WorkloadSpec to the Step that it describes, with everything that a fresh process needs to run it."""
+"""Build the Step that a WorkloadSpec describes, in any process."""
 
 from __future__ import annotations
 

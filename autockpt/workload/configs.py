@@ -1,4 +1,4 @@
-"""From what the user calls a model (shape, file, directory, hub id) to transformers' configuration, fit to train.
+"""Find the configuration of a model by its name (shape, file, directory, hub id), and prepare it for training.
 
 A training step needs room for the sequence, all layers in every step, and padding (``prepare``), and a class with a
 loss (``head_of``). What costs the same in every block is measured on a model of fewer blocks (``shallow_twin``).

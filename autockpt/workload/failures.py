@@ -1,4 +1,4 @@
-"""Failures in other people's code, told in one line that names their file and line."""
+"""Errors of the user's code as one line that names its file and line."""
 
 from __future__ import annotations
 

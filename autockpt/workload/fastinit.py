@@ -1,4 +1,4 @@
-"""Random initialisation of large models without waiting for the generator."""
+"""Fast random initialisation of large models, for steps whose weights do not matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training step: a model, a batch and everything else that happens between two optimizer steps."""
+"""``Step``: a model, a batch, and everything else that happens between two optimizer steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUCKETS = "buckets"
 
 
 def ignore(said: Any) -> None:
-    """What is told of a step's progress where nobody listens."""
+    """The default for callbacks: do nothing."""
 
 
 @dataclass(eq=False)
