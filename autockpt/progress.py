@@ -153,8 +153,8 @@ class BarListener:
         self._progress.advance(self._task, steps)
 
     def trial(self, trial: Trial, best: Trial | None) -> None:
-        said = f"best {describe_numbers(best)}" if best else "nothing fits yet"
-        self._progress.update(self._task, advance=1, best=said)
+        text = f"best {describe_numbers(best)}" if best else "nothing fits yet"
+        self._progress.update(self._task, advance=1, best=text)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text))

@@ -108,13 +108,13 @@ def verdict_of(log: LogReading) -> str:
     who = f"GPU {failure.device}" if failure.device is not None else "The device"
     of = f" of {log.world}" if log.world is not None and log.world > (failure.rank or 0) else ""
     rank = f" (rank {failure.rank}{of})" if failure.rank is not None else ""
-    said = f"{who}{rank} ran out of memory {STAGES[failure.stage]}{f' ({failure.at})' if failure.at else ''}"
+    text = f"{who}{rank} ran out of memory {STAGES[failure.stage]}{f' ({failure.at})' if failure.at else ''}"
     if failure.tried is None:
-        return f"{said}; the message has no figures."
-    said += f": {format_binary(failure.tried)} were requested"
+        return f"{text}; the message has no figures."
+    text += f": {format_binary(failure.tried)} were requested"
     if failure.free is not None and failure.capacity is not None:
-        said += f", {format_binary(failure.free)} of {format_binary(failure.capacity)} were free"
-    return f"{said}."
+        text += f", {format_binary(failure.free)} of {format_binary(failure.capacity)} were free"
+    return f"{text}."
 
 
 def advice_of(log: LogReading) -> Iterator[str]:
@@ -219,5 +219,5 @@ def _nearest(capacity: int, backend: str) -> tuple[Hardware, tuple[str, ...]]:
     kind = {"hip": "rocm", "mps": "mps"}.get(backend, "cuda")
     known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
     found = min(known, key=lambda h: (abs(h.memory_bytes - capacity), [-x for x in h.capability or ()], -h.bandwidth))
-    said = f"The log does not name the device: kernels and seconds are those of {found.name}, whose memory of "
-    return found, (f"{said}{format_binary(found.memory_bytes)} is nearest; --hardware NAME names yours.",)
+    text = f"The log does not name the device: kernels and seconds are those of {found.name}, whose memory of "
+    return found, (f"{text}{format_binary(found.memory_bytes)} is nearest; --hardware NAME names yours.",)

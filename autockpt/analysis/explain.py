@@ -142,12 +142,12 @@ def explain_step(
         known, trials = searched(asked, cost_model, target)
         budget = None if any_budget else trials.budget
         if plan is not None:
-            same, choices, said = made_for(plan, asked.workload), target.choices, str(path or "a plan")
+            same, choices, described = made_for(plan, asked.workload), target.choices, str(path or "a plan")
             known.keep(choices, cost_model.predictor.predict(choices))
             status = plan.status if same else "unmeasured"
             notes = (*(() if same else (OTHER_WORKLOAD,)), *_smaller_batches(plan))
         else:
-            choices, said, notes = _chosen(known, trials.best, budget, cost_model)
+            choices, described, notes = _chosen(known, trials.best, budget, cost_model)
             status = "simulated"
         graph, head = traced.tracer.trace(choices), traced.tracer.head
         on_host = host_notes(prepared.environment, host_bytes_of(graph.copies, prepared.environment.device.kind))
@@ -163,7 +163,7 @@ def explain_step(
             cost_model.profile,
             model=request.name,
             settings=prepared.settings,
-            plan=said,
+            plan=described,
             status=status,
             choices=choices,
             budget=budget,

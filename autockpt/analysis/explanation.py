@@ -107,8 +107,7 @@ class Bargain(Data):
 
 
 class Front(Data):
-    """The choices of one kind of unit that no other beats in bytes and seconds, most bytes first; and those that the
-    plan took."""
+    """The Pareto front of the choices for one kind of unit, most bytes first, and the choices that the plan took."""
 
     units: str = Field(description="folded names")
     count: int

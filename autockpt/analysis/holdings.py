@@ -1,5 +1,4 @@
-"""Where the bytes go: every byte of a moment has exactly one purpose and one unit; and how many there are through the
-step."""
+"""Attribute the bytes of a step: at any moment every byte has exactly one purpose and one unit."""
 
 from __future__ import annotations
 

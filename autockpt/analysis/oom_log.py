@@ -187,9 +187,9 @@ def _failures(text: str) -> Iterator[DeviceFailure]:
 def _place(stack: str) -> dict[str, Any]:
     """The stage of training that a stack belongs to, by names, and the innermost line of the user's own code."""
     frames = [((m[1] or m[2]).replace("\\", "/"), m[3], m[4], m[5]) for m in _FRAME.finditer(stack)]
-    said = "\n".join(f"{file} {function} {code}" for file, _, function, code in frames)
+    stack_text = "\n".join(f"{file} {function} {code}" for file, _, function, code in frames)
     own = [f"{file.rsplit('/', 1)[-1]}:{line}" for file, line, *_ in frames if not any(p in file for p in _INSTALLED)]
-    stage = next((stage for stage, pattern in _STAGES if pattern.search(said)), "unknown")
+    stage = next((stage for stage, pattern in _STAGES if pattern.search(stack_text)), "unknown")
     return {"stage": stage, "at": own[-1] if own else ""}
 
 

@@ -89,7 +89,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         known = {"predicted": plan.predicted, "measured": plan.measured, "plan_hash": plan.hash}
         rows = (*plan.baselines, Comparison(name=OURS, verdict="fits", **known))
     profile, outlook = run.profile(), run.outlook()
-    said = explain_run(run.path, plan) if plan is not None else None
+    explanation = explain_run(run.path, plan) if plan is not None else None
     source = "simulated" if any(t.state == "simulated" for t in trials) else "measured"
     state = _state(run, trials, outcome is not None, refused)
     settings = dict(asked_of.settings) if asked_of is not None else {}
@@ -99,7 +99,7 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
     device = environment.device.name if environment is not None else ""
     every = outermost(dict.fromkeys(u for t in trials for u in t.choices))
     drawn = _curves(run, profile.op_times.device.overhead_bytes if profile is not None else 0)
-    reasons = reason_words(said) if said is not None and said.why is not None else []
+    reasons = reason_words(explanation) if explanation is not None and explanation.why is not None else []
     return {
         "run": name,
         "model": (plan.model.name if plan is not None else "") or run.model or "a model",
@@ -112,11 +112,11 @@ def contents_of(run: RunDirectory) -> dict[str, Any]:
         "names": legend_of_names([r.name for r in rows] + [t.name for t in trials]),
         "plan": plan,
         "load": loading_lines(plan_file, plan.compile if plan is not None else None),
-        "said": said,
+        "explanation": explanation,
         "why": [refused.partition("\n")[2]] if state == "infeasible" else reasons,
-        "rates": speed_words(said) if said is not None else "",
+        "rates": speed_words(explanation) if explanation is not None else "",
         "curves": drawn,
-        "points": list(_points(trials, plan, said if source == "simulated" else None)),
+        "points": list(_points(trials, plan, explanation if source == "simulated" else None)),
         "legend": legend(c for t in trials for c in t.choices.values() if c != SAVE),
         "units": list(every),
         "trials": trials,
@@ -136,8 +136,8 @@ def sentence(plan: Plan | None, state: str, refused: str = "") -> str:
     """The plan's peak and its step, with what is sure of them; or why there is none."""
     if state != "infeasible" and plan is None:
         return _STATES.get(state, "No plan was found.")
-    said = promised(plan) if plan is not None and state != "infeasible" else refused.partition("\n")[0]
-    return f"{said[:1].upper()}{said[1:]}." + (f" {_STATES[state]}" if state in ("running", "stopped") else "")
+    text = promised(plan) if plan is not None and state != "infeasible" else refused.partition("\n")[0]
+    return f"{text[:1].upper()}{text[1:]}." + (f" {_STATES[state]}" if state in ("running", "stopped") else "")
 
 
 def _state(run: RunDirectory, trials: Sequence[Trial], finished: bool, refused: str) -> str:
@@ -151,8 +151,8 @@ def _state(run: RunDirectory, trials: Sequence[Trial], finished: bool, refused: 
     return "infeasible" if refused else "empty" if not trials else "finished" if finished else "stopped"
 
 
-def _points(trials: Sequence[Trial], plan: Plan | None, said: Explanation | None) -> Iterator[draw.PlotPoint]:
-    """Trials with a peak and a step time, and of ``said`` the plans for other budgets."""
+def _points(trials: Sequence[Trial], plan: Plan | None, explanation: Explanation | None) -> Iterator[draw.PlotPoint]:
+    """Trials with a peak and a step time, and of ``explanation`` the plans for other budgets."""
     for t in trials:
         if t.score is not None and t.score.step_seconds:
             title = f"#{t.number} {t.name}: {format_binary(t.score.peak_bytes)}, {words.step_of(t.score)}"
@@ -160,7 +160,8 @@ def _points(trials: Sequence[Trial], plan: Plan | None, said: Explanation | None
             size = 7 if plan is not None and t.plan_hash == plan.hash else 4.5
             where = t.score.peak_bytes, t.score.step_seconds
             yield draw.PlotPoint(*where, title, style, bool(t.feasible), t.score.noise, size)
-    for reach in (step.reach for step in (said.budgets if said is not None else ()) if step.reach is not None):
+    budgets = explanation.budgets if explanation is not None else ()
+    for reach in (step.reach for step in budgets if step.reach is not None):
         title = f"for another budget: {format_binary(reach.peak_bytes)}, {words.seconds(reach.step_seconds)}"
         yield draw.PlotPoint(reach.peak_bytes, reach.step_seconds, title, "other", radius=3)
 

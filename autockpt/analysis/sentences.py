@@ -44,19 +44,19 @@ def place_words(a: Alive) -> str:
     return ", ".join(p for p in (units, a.place) if p) or "the rest of the model"
 
 
-def reason_words(said: Explanation) -> list[str]:
+def reason_words(answer: Explanation) -> list[str]:
     """Why the plan is what it is: what less and more memory would change."""
-    why, tilde = said.why, basis_mark(said.basis)
+    why, tilde = answer.why, basis_mark(answer.basis)
     assert why is not None
     chosen = why.chosen
     by_ops = f"{tilde}{words.seconds(chosen.step_seconds)}{_over(chosen, tilde)}"
-    if said.measured_seconds is not None:
-        took = words.seconds(said.measured_seconds)
+    if answer.measured_seconds is not None:
+        took = words.seconds(answer.measured_seconds)
         lines = [f"A step took {took}, as measured with the plan. By the times of its ops, as all below: {by_ops}."]
     else:
         lines = [f"A step takes {by_ops}."]
     # rates of other hardware are no reason to doubt what was measured
-    if why.best is not None and not (said.basis == "nominal" and said.measured_seconds is not None):
+    if why.best is not None and not (answer.basis == "nominal" and answer.measured_seconds is not None):
         saved, more = chosen.step_seconds - why.best.step_seconds, why.best.peak_bytes - chosen.peak_bytes
         needs = f"{format_binary(more)} more and fits the budget too" if more > 0 else "no more bytes"
         lines.append(
@@ -66,7 +66,7 @@ def reason_words(said: Explanation) -> list[str]:
     if why.leaner is not None:
         lines.append(_step("The next plan below", why.leaner, chosen, tilde))
     else:
-        lines.append("There is no leaner plan." + (_IN_OPTIMIZER if said.curve.peak_phase == "optimizer" else ""))
+        lines.append("There is no leaner plan." + (_IN_OPTIMIZER if answer.curve.peak_phase == "optimizer" else ""))
     if why.faster is not None:
         lines.append(_step("The next faster plan", why.faster, chosen, tilde))
     return lines
@@ -99,14 +99,14 @@ def difference(before: Mapping[str, Choice], after: Mapping[str, Choice]) -> str
         if old != new:
             moves[old, new] = moves.get((old, new), 0) + 1
     ranked = sorted(moves.items(), key=lambda m: (-m[1], m[0]))
-    said = [f"{words.counted(n, 'layer')} from {old} to {new}" for (old, new), n in ranked[:3]]
+    parts = [f"{words.counted(n, 'layer')} from {old} to {new}" for (old, new), n in ranked[:3]]
     more = sum(n for _, n in ranked[3:])
-    return (", ".join(said) + (f", {more} more" if more else "")) if said else "the same choices"
+    return (", ".join(parts) + (f", {more} more" if more else "")) if parts else "the same choices"
 
 
-def speed_words(said: Explanation) -> str:
+def speed_words(answer: Explanation) -> str:
     """Step time, FLOP/s, utilisation and tokens per second, as far as they are known; empty where none is."""
-    speed, mark = said.speed, "" if said.measured_seconds is not None else basis_mark(said.basis)
+    speed, mark = answer.speed, "" if answer.measured_seconds is not None else basis_mark(answer.basis)
     if speed is None:
         return ""
     parts = [f"a step takes {mark}{words.seconds(speed.seconds)}"]

@@ -242,8 +242,8 @@ class _Verification:
         if compiled and not result.equal and twice.first.draws:
             detail = "compiled code draws random numbers in an order of its own under every plan; switch dropout off"
             return _check("gradients", None, detail)
-        said = (f"{what} compiled alike", "compilers round in their own way") if compiled else (what,)
-        return _check("gradients", result.equal, result.describe(*said))
+        sides = (f"{what} compiled alike", "compilers round in their own way") if compiled else (what,)
+        return _check("gradients", result.equal, result.describe(*sides))
 
     # --- sentinels
 
@@ -345,15 +345,15 @@ def judge_peak(plan: Plan, measured: Measurement, kind: str | None = None) -> Ch
 
 def judge_time(plan: Plan, measured: Measurement, same_device: bool) -> Check:
     """The measured step time against the promised one, where both come from the same kind of device."""
-    said, kept = "nothing measured was promised", None
+    detail, kept = "nothing measured was promised", None
     if plan.status == "simulated" and plan.predicted is not None and (predicted := plan.predicted.step_seconds):
         error = f"({words.share(measured.step_seconds / predicted - 1, signed=True)}); a simulation is no promise"
-        said = f"simulated {words.seconds(predicted)} for {simulated_for(plan)} {error}"
+        detail = f"simulated {words.seconds(predicted)} for {simulated_for(plan)} {error}"
     elif plan.status == "measured" and (promise := plan.measured) is not None:
-        said = f"promised {words.step_time(promise)}{'' if same_device else ' on another device'}"
+        detail = f"promised {words.step_time(promise)}{'' if same_device else ' on another device'}"
         limit = promise.step_seconds * (1 + TIME_SLACK + promise.noise + measured.noise)
         kept = measured.step_seconds <= limit if same_device else None
-    return _check("step time", kept, f"{words.step_time(measured)}, {said}")
+    return _check("step time", kept, f"{words.step_time(measured)}, {detail}")
 
 
 def judge_ratio(plan: Plan, measured: Measurement, name: str, reference: Measurement, ratio: Interval) -> Check:

@@ -21,8 +21,7 @@ SHARES = (100, 80, 60, 40, 20, 0)  # per cent of the activation range
 
 
 class PredictedPlans:
-    """Plans with their predictions, which the explained plan is compared with. ``saving`` is the plan that saves
-    all."""
+    """Plans with their predictions, with which the explained plan is compared. ``saving`` saves everything."""
 
     def __init__(self, saving: Mapping[str, Choice], plain: Prediction) -> None:
         self._saving, self._plain_seconds = saving, plain.step_seconds or 0.0

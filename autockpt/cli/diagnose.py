@@ -51,31 +51,31 @@ def diagnose(
     from autockpt.analysis.diagnose import diagnose as diagnosed
 
     with listener(progress()) as watcher:
-        said = diagnosed(reading, spec, hardware=card, plan_out=plan_out, listener=watcher)
-    show(said, print_diagnosis, as_json)
-    if said.no_plan:
+        diagnosis = diagnosed(reading, spec, hardware=card, plan_out=plan_out, listener=watcher)
+    show(diagnosis, print_diagnosis, as_json)
+    if diagnosis.no_plan:
         raise typer.Exit(UsageError.exit_code)
-    if said.refusal:
+    if diagnosis.refusal:
         raise typer.Exit(InfeasibleError.exit_code)
 
 
-def print_diagnosis(said: Diagnosis, console: Console) -> None:
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print it all, a heading per question."""
-    if said.verdict:
-        console.print(Text(said.verdict, style="bold"))
-    if said.holdings:
-        table = holdings_table(said.holdings, 12)
-        heading("What fills it at the peak, by a ghost run", console, table, bullets([said.agreement]))
-        heading("Suggested plan", console, Text(said.terms))
-    if said.outcome is not None:
+    if diagnosis.verdict:
+        console.print(Text(diagnosis.verdict, style="bold"))
+    if diagnosis.holdings:
+        table = holdings_table(diagnosis.holdings, 12)
+        heading("What fills it at the peak, by a ghost run", console, table, bullets([diagnosis.agreement]))
+        heading("Suggested plan", console, Text(diagnosis.terms))
+    if diagnosis.outcome is not None:
         console.print()
-        print_answer(said.outcome, console)
-        if said.outcome.plan_path is None:
+        print_answer(diagnosis.outcome, console)
+        if diagnosis.outcome.plan_path is None:
             console.print(Text("--plan-out plan.yaml writes the plan."))
-    elif said.refusal:
-        console.print(Text(said.refusal))
-    if said.no_plan:
-        heading("No plan is suggested", console, Text(said.no_plan))
-    if said.advice:
-        heading("Besides" if said.holdings else "What helps", console, bullets(said.advice))
-    remarks(said.notes, console)
+    elif diagnosis.refusal:
+        console.print(Text(diagnosis.refusal))
+    if diagnosis.no_plan:
+        heading("No plan is suggested", console, Text(diagnosis.no_plan))
+    if diagnosis.advice:
+        heading("Besides" if diagnosis.holdings else "What helps", console, bullets(diagnosis.advice))
+    remarks(diagnosis.notes, console)

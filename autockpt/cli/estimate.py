@@ -77,8 +77,8 @@ def print_estimates(estimates: Iterable[Estimate], console: Console) -> None:
     for estimate in estimates:
         notes |= {estimate.step_note: None} if estimate.step_note else {}
         console.print(Text(_line(_cells(estimate))), soft_wrap=True)
-        if said := _plan_words(estimate):
-            console.print(Padding.indent(Text(said, style="dim"), 4))
+        if text := _plan_words(estimate):
+            console.print(Padding.indent(Text(text, style="dim"), 4))
     console.print(Text(f"Peaks with context and allocator, {SIMULATED_HEADROOM} of a card left free", style="dim"))
     console.print(simulated(" ".join(notes)))
 
@@ -103,8 +103,8 @@ def _plan_words(estimate: Estimate) -> str:
     if estimate.note:
         return estimate.note
     plan = ", ".join(f"{count} {kind}" for kind, count in estimate.choices.items())
-    said = plan if estimate.fits else "the leanest plan needs that much"
-    return "; ".join(filter(None, (said, estimate.remark)))
+    text = plan if estimate.fits else "the leanest plan needs that much"
+    return "; ".join(filter(None, (text, estimate.remark)))
 
 
 def _line(texts: tuple[str, ...]) -> str:

@@ -71,53 +71,55 @@ def explain(
             watcher.stage("trace")
             show(step_graph(spec, loaded, hardware=hardware, device=device), print_ops, as_json)
             return
-        said = explained(plan, workload, budget=budget, device=device, hardware=hardware, listener=watcher)
-    show(said, print_explanation, as_json)
-    if said.budget is not None and said.smallest_peak > said.budget.bytes:
+        answer = explained(plan, workload, budget=budget, device=device, hardware=hardware, listener=watcher)
+    show(answer, print_explanation, as_json)
+    if answer.budget is not None and answer.smallest_peak > answer.budget.bytes:
         raise typer.Exit(InfeasibleError.exit_code)
 
 
-def print_explanation(said: Explanation, console: Console) -> None:
+def print_explanation(answer: Explanation, console: Console) -> None:
     """Print it all, a heading per question."""
-    console.print(_heading(said))
-    heading("Where the bytes go", console, holdings_table(said.holdings, 12 if console.width < WIDE else 24))
-    at_peak = said.moment.op == said.curve.peak_op
-    when = "at the peak" if at_peak else f"at op {said.moment.op:,}, where that is the most"
-    moving = format_binary(sum(s.total for s in said.units))
-    heading(f"Memory by unit, {when}: {moving} of activations and transients", console, _slices(said.units, UNITS))
+    console.print(_heading(answer))
+    heading("Where the bytes go", console, holdings_table(answer.holdings, 12 if console.width < WIDE else 24))
+    at_peak = answer.moment.op == answer.curve.peak_op
+    when = "at the peak" if at_peak else f"at op {answer.moment.op:,}, where that is the most"
+    moving = format_binary(sum(s.total for s in answer.units))
+    heading(f"Memory by unit, {when}: {moving} of activations and transients", console, _slices(answer.units, UNITS))
     heading("Bytes over time, op by op", console)
-    _chart(said, console)
-    then = "then" if at_peak else f"at op {said.moment.op:,}"
-    heading(f"The largest alive {then}", console, _alive(said, console.width))
-    if said.speed is not None:
-        heading("How fast a step is", console, bullets(filter(None, (speed_words(said), said.step_note))))
-    for front in said.fronts:
-        heading(f"Choices for {front.units}", console, _front(front, said))
-    print_legend((bargain.choice for front in said.fronts for bargain in front.bargains), console)
-    if said.why is not None:
-        heading("Why this plan", console, bullets(reason_words(said)))
-    if said.budgets:
-        heading("Other budgets", console, _budgets(said))
-    how = "a ghost run" if said.source == "ghost" else "a recorded real step"
-    remarks((f"Bytes are simulated by {how}; {said.basis_note}.", *said.notes), console)
+    _chart(answer, console)
+    then = "then" if at_peak else f"at op {answer.moment.op:,}"
+    heading(f"The largest alive {then}", console, _alive(answer, console.width))
+    if answer.speed is not None:
+        heading("How fast a step is", console, bullets(filter(None, (speed_words(answer), answer.step_note))))
+    for front in answer.fronts:
+        heading(f"Choices for {front.units}", console, _front(front, answer))
+    print_legend((bargain.choice for front in answer.fronts for bargain in front.bargains), console)
+    if answer.why is not None:
+        heading("Why this plan", console, bullets(reason_words(answer)))
+    if answer.budgets:
+        heading("Other budgets", console, _budgets(answer))
+    how = "a ghost run" if answer.source == "ghost" else "a recorded real step"
+    remarks((f"Bytes are simulated by {how}; {answer.basis_note}.", *answer.notes), console)
 
 
-def _heading(said: Explanation) -> Text:
-    text = Text.assemble((said.model, "bold"), f" on {said.device}, {said.plan} ({said.status})")
-    if facts := words.facts(said.settings):
+def _heading(answer: Explanation) -> Text:
+    text = Text.assemble((answer.model, "bold"), f" on {answer.device}, {answer.plan} ({answer.status})")
+    if facts := words.facts(answer.settings):
         text.append(f"\n{facts}", style="dim")
-    text.append("\nPeak ").append(format_bytes(said.peak_bytes), style="bold")
-    if said.budget is not None:
-        room = said.budget.bytes - said.peak_bytes
+    text.append("\nPeak ").append(format_bytes(answer.peak_bytes), style="bold")
+    if answer.budget is not None:
+        room = answer.budget.bytes - answer.peak_bytes
         state = f"{format_binary(room)} free" if room >= 0 else f"{format_binary(-room)} too much"
-        text.append(f" of {format_binary(said.budget.bytes)} (budget {said.budget.words}): ")
+        text.append(f" of {format_binary(answer.budget.bytes)} (budget {answer.budget.words}): ")
         text.append(state, style="green" if room >= 0 else "red")
-    head = any("block" not in choice.roles for choice in said.choices.values())  # the same in all plans here
-    text.append(f"; {'every layer on save' if head else 'save everything'} {format_binary(said.save_all_peak)}, ")
-    text.append(f"leanest plan {format_binary(said.smallest_peak)} (simulated)")
-    if said.measured_peak is not None and said.measured_seconds is not None:
-        text.append(f"\nMeasured: {format_bytes(said.measured_peak)}, a step {words.seconds(said.measured_seconds)}")
-    text.append(f"\n{words.strip(said.choices)}  {words.tally(said.choices)}", style="dim")
+    head = any("block" not in choice.roles for choice in answer.choices.values())  # the same in all plans here
+    text.append(f"; {'every layer on save' if head else 'save everything'} {format_binary(answer.save_all_peak)}, ")
+    text.append(f"leanest plan {format_binary(answer.smallest_peak)} (simulated)")
+    if answer.measured_peak is not None and answer.measured_seconds is not None:
+        text.append(
+            f"\nMeasured: {format_bytes(answer.measured_peak)}, a step {words.seconds(answer.measured_seconds)}"
+        )
+    text.append(f"\n{words.strip(answer.choices)}  {words.tally(answer.choices)}", style="dim")
     return text
 
 
@@ -148,8 +150,8 @@ def _slices(slices: tuple[Slice, ...], most: int) -> Table:
     return table
 
 
-def _chart(said: Explanation, console: Console) -> None:
-    c, columns = said.curve, max(20, min(console.width, 132) - LABEL - 1)
+def _chart(answer: Explanation, console: Console) -> None:
+    c, columns = answer.curve, max(20, min(console.width, 132) - LABEL - 1)
     for name, line in sparklines(c, columns).items():
         console.print(Text(f"{name:>{LABEL}} {line}"), no_wrap=True, overflow="crop")
     pad, full = " " * (LABEL + 1), f"{LEVELS[-1]} {format_binary(max(c.total, default=0))}"
@@ -158,24 +160,24 @@ def _chart(said: Explanation, console: Console) -> None:
     console.print(Text(f"Peak at op {c.peak_op:,} of {c.ops:,}: {c.peak_target}, {c.peak_phase}{where}"))
 
 
-def _alive(said: Explanation, width: int) -> Table:
+def _alive(answer: Explanation, width: int) -> Table:
     table = plain_table(">all", "", "made by", "<in", "shape", *(["what for"] if width >= WIDE else []))
     table.columns[4].no_wrap = True
-    for a in said.moment.alive[:ALIVE]:
+    for a in answer.moment.alive[:ALIVE]:
         count = f"×{a.count}" if a.count > 1 else ""
         purpose = [a.purpose] if width >= WIDE else []
         shape = f"{'×'.join(map(str, a.shape))} {a.dtype}" if a.dtype else ""  # of an op that is known
         table.add_row(format_binary(a.total), count, a.op, place_words(a), shape, *purpose)
-    rest = said.moment.alive[ALIVE:]
-    size = sum(a.total for a in rest) + said.moment.other_bytes
-    count = sum(a.count for a in rest) + said.moment.other_count
+    rest = answer.moment.alive[ALIVE:]
+    size = sum(a.total for a in rest) + answer.moment.other_bytes
+    count = sum(a.count for a in rest) + answer.moment.other_count
     if count:
         table.add_row(format_binary(size), f"×{count}", "smaller ones", style="dim")
     return table
 
 
-def _front(front: Front, said: Explanation) -> Table:
-    tilde = basis_mark(said.basis)
+def _front(front: Front, answer: Explanation) -> Table:
+    tilde = basis_mark(answer.basis)
     table = plain_table("<choice", ">keeps", ">extra time", ">per MiB freed", "taken")
     most = max((b.kept_bytes for b in front.bargains), default=0)
     for b in front.bargains:
@@ -189,15 +191,15 @@ def _front(front: Front, said: Explanation) -> Table:
     return table
 
 
-def _budgets(said: Explanation) -> Table:
-    tilde = basis_mark(said.basis)
+def _budgets(answer: Explanation) -> Table:
+    tilde = basis_mark(answer.basis)
     table = plain_table(">budget", ">", ">peak", ">overhead", "<plan")
-    for step in said.budgets:
+    for step in answer.budgets:
         reach = step.reach
         overhead = "—" if reach is None or reach.overhead is None else tilde + words.share(reach.overhead, signed=True)
         table.add_row(
             format_binary(step.budget_bytes),
-            said.budget.words if step.ours and said.budget is not None else "",
+            answer.budget.words if step.ours and answer.budget is not None else "",
             "nothing fits" if reach is None else format_binary(reach.peak_bytes),
             overhead,
             "" if reach is None else words.tally(reach.choices),

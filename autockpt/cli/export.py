@@ -23,4 +23,4 @@ def export(
     """
     from autockpt.integrations.export import export as nearest
 
-    show(nearest(plan_at(plan), to), lambda said, _: print(said.settings, end="", flush=True), as_json)
+    show(nearest(plan_at(plan), to), lambda exported, _: print(exported.settings, end="", flush=True), as_json)

@@ -62,7 +62,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
                 code = _interrupted(as_json, _code(interrupts), kept)
             elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
                 silence_output()
-                code = _say(
+                code = _fail(
                     f"the answer could not be written: {error.strerror}", _READ_IT * kept, False, FAILED, code="output"
                 )
             else:
@@ -108,8 +108,8 @@ _AGAIN = "The same command begins again."
 def _interrupted(as_json: bool, code: int, kept: bool) -> int:
     # a second Ctrl-C does not lose the message
     with signal_handlers({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
-        said = "ended by SIGTERM" if code == TERMINATED else "interrupted"
-        return _say(said, _KEPT if kept else _AGAIN, as_json, code)
+        message = "ended by SIGTERM" if code == TERMINATED else "interrupted"
+        return _fail(message, _KEPT if kept else _AGAIN, as_json, code)
 
 
 def _explain(error: AutockptError, as_json: bool) -> int:
@@ -121,7 +121,7 @@ def _explain(error: AutockptError, as_json: bool) -> int:
             remedy = f"The smallest peak that any plan reaches is {smallest}. {remedy}".strip()
     if isinstance(error, InfeasibleError) and error.alternatives:
         more["alternatives"] = error.alternatives
-    return _say(error.message, remedy, as_json, error.exit_code, code=error.code, **more)
+    return _fail(error.message, remedy, as_json, error.exit_code, code=error.code, **more)
 
 
 def _bug(error: Exception, as_json: bool) -> int:
@@ -133,11 +133,11 @@ def _bug(error: Exception, as_json: bool) -> int:
     except OSError:
         where = "Run it again with AUTOCKPT_DEBUG=1 to see details; please report them."
     first = without_passwords((str(error).splitlines() or [""])[0])[:200]
-    said = f"unexpected {type(error).__name__}: {first}"
-    return _say(said, f"This is a bug in autockpt. {where}", as_json, FAILED, code="bug")
+    message = f"unexpected {type(error).__name__}: {first}"
+    return _fail(message, f"This is a bug in autockpt. {where}", as_json, FAILED, code="bug")
 
 
-def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str = "", **more: Any) -> int:
+def _fail(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str = "", **more: Any) -> int:
     """Show the error that is being handled; gives its exit code."""
     if os.environ.get("AUTOCKPT_DEBUG", "") not in ("", "0"):
         print(without_passwords(traceback.format_exc()), end="", file=sys.stderr)
@@ -148,10 +148,10 @@ def _say(message: str, remedy: str, as_json: bool, exit_code: int, *, code: str 
             indented = textwrap.fill(line, out.width - 1, initial_indent="  ", subsequent_indent="  ")
             out.print(Text(indented), soft_wrap=True)
     if as_json:
-        said = {"error": message, "code": code, "remedy": remedy, "exit_code": exit_code}
+        report = {"error": message, "code": code, "remedy": remedy, "exit_code": exit_code}
         try:
-            print_json(said | more)
-        except OSError:  # it was said above
+            print_json(report | more)
+        except OSError:  # it was printed above
             silence_output()
     return exit_code
 

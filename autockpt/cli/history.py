@@ -66,7 +66,7 @@ def history(
         return
     if trial is not None:
         raise UsageError(f"{place} is a folder of runs", remedy="Name the run that --trial is of.")
-    runs = sorted(map(in_short, below), key=lambda run: run.date)
+    runs = sorted(map(summary_of, below), key=lambda run: run.date)
     if page:
         from autockpt.analysis.page import write_index
 
@@ -75,7 +75,7 @@ def history(
         show(runs, partial(_print_runs, place), as_json)
 
 
-class InShort(Data):
+class RunSummary(Data):
     """One run: its question in a few words, and its answer. ``infeasible`` and ``damaged`` say why it has none."""
 
     path: Path
@@ -95,12 +95,12 @@ class InShort(Data):
         return "damaged" if self.damaged else "nothing fits" if self.infeasible else "none yet"
 
 
-def in_short(path: Path) -> InShort:
+def summary_of(path: Path) -> RunSummary:
     """The run in a directory; a damaged one says what is wrong with it."""
     try:
         run = RunDirectory.open(path)
         environment, trials, refusal = run.environment(), run.trials(), run.refusal()
-        return InShort(
+        return RunSummary(
             path=path,
             date=run.dates()[1],
             model=run.model,
@@ -112,7 +112,7 @@ def in_short(path: Path) -> InShort:
             infeasible=refusal.partition("\n")[0],
         )
     except RunDirectoryError as error:
-        return InShort(path=path, damaged=error.message)
+        return RunSummary(path=path, damaged=error.message)
 
 
 def _print_page(written: dict[str, Path], console: Console) -> None:
@@ -156,7 +156,7 @@ def _show_trial(run: RunDirectory, number: int, plan_out: Path | None, as_json: 
         results().print(f"\nIts plan is written to {plan_out}{kept}.", soft_wrap=True)
 
 
-def _print_runs(folder: Path, runs: Sequence[InShort], console: Console) -> None:
+def _print_runs(folder: Path, runs: Sequence[RunSummary], console: Console) -> None:
     """Print runs in the order given, each with its answer, then in words why a run has none."""
     table = plain_table("run", "batch", ">step", ">peak", "<plan")
     for run in runs:

@@ -125,8 +125,7 @@ class OpTimer(TorchDispatchMode):
 
 
 def _is_collective(call: str) -> bool:
-    """Whether an op is a collective, without waiting ones and without sends between two ranks, which gloo waits for
-    once."""
+    """Whether an op is a collective; neither waits nor sends between two ranks are, which gloo waits for only once."""
     pairs = call.startswith(("c10d.send", "c10d.recv"))
     return call.startswith(COLLECTIVES) and not pairs and call.split(".")[1] not in WAITS
 
@@ -242,8 +241,7 @@ def by_transport(
 def cached_op_times(
     environment: Environment, graphs: Iterable[Graph], workload: str, *, disk: bool = False
 ) -> OpTimes | None:
-    """Op times of an earlier run on the same device and versions, if they cover the graphs and this workload, and where
-    asked for the disk."""
+    """Op times of an earlier run with this device, versions and workload, if they cover the graphs and the ``disk``."""
     known = _read(_path(environment, workload))
     if known is None or (disk and not known.disk_out_bandwidth):
         return None
@@ -325,8 +323,7 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
 
 
 def _target(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str, float], kind: str) -> float:
-    """Seconds that the simulation of a uniform plan should give: its measured ratio to ``save`` times simulated
-    ``save``."""
+    """Seconds that a uniform plan should be simulated to take: its measured ratio to ``save`` times that simulated."""
     return seconds[kind] / seconds["save"] * simulate(graphs["save"], times).step_seconds
 
 

@@ -23,9 +23,8 @@ from autockpt.tracing.kernels.cuda_memory import with_resident
 REMEMBERED_OPS = 100_000  # of the graphs that are kept: about 0.3 GB
 
 
-class PlanTracer(Protocol):
-    """What can ghost-run plans: a ``Tracer``, or a stand-in of it. ``ahead`` may begin with plans before they are
-    needed."""
+class AnyTracer(Protocol):
+    """What can ghost-run plans: a ``Tracer``, or a stand-in. ``ahead`` may begin with plans before they are needed."""
 
     def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None: ...
 
@@ -40,13 +39,9 @@ class Predictor:
     """
 
     def __init__(
-        self,
-        tracer: PlanTracer | None,
-        op_times: OpTimes,
-        host_budget: int | None = None,
-        needs: MemoryModel | None = None,
+        self, tracer: AnyTracer | None, times: OpTimes, host_budget: int | None = None, needs: MemoryModel | None = None
     ) -> None:
-        self._tracer, self.op_times = tracer, op_times
+        self._tracer, self.op_times = tracer, times
         self.needs = needs or MemoryModel(self.device.capacity_bytes, self.device.overhead_bytes, caches=False)
         self.host_budget = host_budget
         self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
@@ -90,8 +85,7 @@ class Predictor:
         return self.known(choices) or self.learn(choices, self.graph(choices))
 
     def keep_within(self, budget_bytes: int) -> None:
-        """From now on predict with an allocator that is limited to ``budget_bytes``; predictions within it stay
-        valid."""
+        """From now on predict with an allocator limited to ``budget_bytes``; predictions that fit it stay valid."""
         if self.needs.caches:
             self.needs = self.needs.within(budget_bytes)
             self._known = {key: run for key, run in self._known.items() if run[1].peak_bytes <= budget_bytes}
@@ -146,10 +140,8 @@ def local_memory(
     # expandable segments free what lies between tensors before they fail, so fragmentation does not count
     expandable = "expandable_segments:True" in environment.versions.get(ALLOCATOR_SETTINGS, "")
     queued = device.kind not in WITHOUT_STREAMS
-    preallocated = (TABLE_BYTES, *(times.workspaces if times is not None else ())) if queued else ()
-    memory = MemoryModel(
-        device.capacity_bytes, device.overhead_bytes, queued and not expandable, preallocated=preallocated
-    )
+    before = (TABLE_BYTES, *(times.workspaces if times is not None else ())) if queued else ()
+    memory = MemoryModel(device.capacity_bytes, device.overhead_bytes, queued and not expandable, preallocated=before)
     return memory.within(budget_bytes)
 
 

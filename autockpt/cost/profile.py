@@ -23,7 +23,7 @@ from autockpt.cost.menus import (
     with_gathered,
 )
 from autockpt.cost.op_times import ANCHORS, TIMED_OPS, cached_op_times, calibrated, store
-from autockpt.cost.predictor import MemoryModel, PlanTracer, Predictor
+from autockpt.cost.predictor import AnyTracer, MemoryModel, Predictor
 from autockpt.cost.problem import build_problem, passed_on, point_bytes
 from autockpt.cost.simulation import simulate
 from autockpt.devices import host_bytes_of
@@ -281,7 +281,7 @@ def leanest(graphs: UniformRuns) -> tuple[dict[str, Choice], Graph]:
 
 
 def uniform_graphs(
-    tracer: PlanTracer,
+    tracer: AnyTracer,
     blocks: Sequence[Unit],
     kinds: Sequence[str],
     besides: Mapping[str, Choice] | None = None,
@@ -301,7 +301,7 @@ def uniform_graphs(
 
 
 def head_graphs(
-    tracer: PlanTracer, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
+    tracer: AnyTracer, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
 ) -> Heads | None:
     """Ghost runs with each choice on the output head alone, without those that the model refuses."""
     if head is None:
@@ -310,7 +310,7 @@ def head_graphs(
 
 
 def _ghost_runs(
-    tracer: PlanTracer, plans: Mapping[T, Mapping[str, Choice]], listener: Listener
+    tracer: AnyTracer, plans: Mapping[T, Mapping[str, Choice]], listener: Listener
 ) -> tuple[dict[T, Graph], ConflictError | None]:
     """The ghost runs of plans that the model does not refuse, and its last refusal."""
     found: dict[T, Graph] = {}
@@ -326,7 +326,7 @@ def _ghost_runs(
 
 
 def build_profile(
-    tracer: PlanTracer,
+    tracer: AnyTracer,
     times: OpTimes,
     uniform: UniformRuns,
     *,

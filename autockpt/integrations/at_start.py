@@ -1,5 +1,4 @@
-"""What the callbacks of all trainers share: apply a plan, or search for one on the trainer's own model as training
-starts."""
+"""What all trainers' callbacks share: apply a plan, or search for one on the trainer's model as training starts."""
 
 from __future__ import annotations
 
@@ -94,8 +93,8 @@ class PlanCallback:
         say(f"planning for {source}")
         step, lengths = step_of(batch), OWN if self._own_lengths else request.lengths
         if lengths is not None:
-            lengths, said = lengths_here(lengths, step, dataset, collate)
-            say(f"lengths: {said}")
+            lengths, note = lengths_here(lengths, step, dataset, collate)
+            say(f"lengths: {note}")
         timeout = TIMEOUT if request.timeout is None else request.timeout
         asked = {
             "step": step,

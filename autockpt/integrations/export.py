@@ -143,9 +143,9 @@ def _figures(plan: Plan, does: dict[str, str]) -> Iterable[str]:
         reading = row.measured or row.predicted
         if reading is not None and {unit: c.kind for unit, c in usual.get(row.name, {}).items()} == does:
             how = "measured" if row.measured is not None else "predicted"
-            said = f"the plan's search {how} this setting (`{row.name}`): {words.step_of(reading)} a step"
+            text = f"the plan's search {how} this setting (`{row.name}`): {words.step_of(reading)} a step"
             over = plan.budget is not None and reading.peak_bytes > plan.budget.bytes
-            yield f"{said}, peak {format_binary(reading.peak_bytes)}{', over the budget' * over}"
+            yield f"{text}, peak {format_binary(reading.peak_bytes)}{', over the budget' * over}"
 
 
 def nearest_stride(wanted: LayerChoices, first: Callable[[int], int]) -> tuple[int, list[str]]:

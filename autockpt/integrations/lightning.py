@@ -1,5 +1,4 @@
-"""The callback for Lightning's Trainer (``lightning`` and ``pytorch_lightning``): applies a plan or searches for
-one."""
+"""The callback for Lightning's Trainer (``lightning``, ``pytorch_lightning``): applies a plan or searches for one."""
 
 from __future__ import annotations
 

@@ -39,14 +39,12 @@ class Measurer:
         return self._ask("measure", choices=dict(choices), steps=steps, budget_bytes=budget_bytes)
 
     def compare(self, plans: Mapping[str, Choices], *, rounds: int = 5) -> dict[str, list[float]]:
-        """Seconds of one cycle of every plan in each round, interleaved, so that result[a][i] pairs with
-        result[b][i]."""
+        """Seconds of one cycle of each plan by round, interleaved: result[a][i] pairs with result[b][i]."""
         plans = {name: dict(choices) for name, choices in plans.items()}
         return self._ask("compare", plans=plans, rounds=rounds)
 
     def call(self, ref: str, payload: dict[str, Any]) -> Any:
-        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` in the model's process; both are
-        pickled."""
+        """Run ``"autockpt.module:function"`` as ``function(runner, payload)`` in the model's process, by pickle."""
         return self._ask("call", ref=ref, payload=payload)
 
     def _ask(self, verb: str, **arguments: Any) -> Any:
@@ -70,4 +68,4 @@ def cycles_to_time(seconds: float) -> int:
 
 def beats_counted(measurer: Measurer, listener: Listener, word: str = TIMED_CYCLE) -> AbstractContextManager[None]:
     """Report every beat of this ``word`` within the block to the listener, as a step of its stage."""
-    return patched(measurer, "beat", lambda said: listener.advance() if said == word else None)
+    return patched(measurer, "beat", lambda beat: listener.advance() if beat == word else None)

@@ -1,5 +1,4 @@
-"""The measurer that runs a worker process, so that a crash or out-of-memory error of a trial does not end the
-search."""
+"""The measurer that runs a worker process, so that no crash or out-of-memory error of a trial ends the search."""
 
 from __future__ import annotations
 

@@ -25,15 +25,7 @@ from autockpt.checkpointing.recorded_call import RecordedCall, RecordedUnit
 from autockpt.checkpointing.replay_context import autocast_depth
 from autockpt.errors import ConflictError
 from autockpt.interpreter import patched
-from autockpt.policies.base import (
-    Attachment,
-    PlannedUnit,
-    Session,
-    call_inner,
-    inner_of,
-    is_enabled,
-    modules_named,
-)
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled, modules_named
 from autockpt.policies.compiling import compiled_by, outside_graphs, run_as_it_is
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.saving import keep_identity

@@ -25,8 +25,7 @@ class Data(BaseModel):
 
 
 def refused(message: str, remedy: str) -> PydanticCustomError:
-    """The exception for a validator to raise, to which pydantic adds the value's location. ``remedy_of`` reads its
-    remedy."""
+    """The exception for a validator to raise; pydantic adds the value's location, ``remedy_of`` reads its remedy."""
     return PydanticCustomError("refused", "{message}", {"message": message, "remedy": remedy})
 
 

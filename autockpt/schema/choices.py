@@ -52,8 +52,8 @@ class _Choice(Data):
 
     def __str__(self) -> str:
         options = self.model_dump(exclude_defaults=True, exclude={"kind"})
-        said = ", ".join(name if value is True else f"{name} {_words(value)}" for name, value in options.items())
-        return f"{self.kind} ({said})" if said else self.kind  # type: ignore[attr-defined]
+        listed = ", ".join(name if value is True else f"{name} {_words(value)}" for name, value in options.items())
+        return f"{self.kind} ({listed})" if listed else self.kind  # type: ignore[attr-defined]
 
 
 class Save(_Choice):

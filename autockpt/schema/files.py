@@ -1,6 +1,4 @@
-"""Files: none is left half written by a crash, a full disk or a second process, none of a run's is written through a
-link that somebody put in its place.
-"""
+"""Safe files: no crash, full disk or second process leaves one half written, and no link redirects a run's file."""
 
 from __future__ import annotations
 

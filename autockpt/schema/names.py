@@ -223,10 +223,10 @@ def check_nesting(owner: Mapping[str, Entry[Choice]] | Mapping[str, Choice]) -> 
             outer = entries.get(around)
             if outer is None or outer.value.kind == "save":
                 continue
-            said = (
+            message = (
                 f"{_source(inner)} makes a choice inside {around}, which {_source(outer)} already sets to {outer.value}"
             )
-            raise PlanError(inner.located(said), remedy=f"Set {around} to save, or leave the choice on {name} out.")
+            raise PlanError(inner.located(message), remedy=f"Set {around} to save, or leave the choice on {name} out.")
 
 
 def strip_prefixes(name: str) -> str:

@@ -586,11 +586,11 @@ def _step(plan: Plan) -> str:
     score, of = (plan.measured, "measured") if plan.measured is not None else (plan.predicted, "predicted")
     if plan.status == "unmeasured" or score is None or not score.step_seconds:
         return "time unknown"
-    rows, said = {row.name: row for row in plan.baselines if row.plan_hash != plan.hash}, [words.step_of(score)]
+    rows, parts = {row.name: row for row in plan.baselines if row.plan_hash != plan.hash}, [words.step_of(score)]
     for name, than in ((NONE, "saving everything"), (ALL, "recomputing everything")):
         reading = getattr(rows[name], of) if name in rows else None
         if reading is not None and reading.step_seconds:
-            said.append(words.compared(score, reading, than))
+            parts.append(words.compared(score, reading, than))
         elif name in rows and rows[name].verdict == "out_of_memory":
-            said.append(f"{than} runs out of memory")
-    return ", ".join(said)
+            parts.append(f"{than} runs out of memory")
+    return ", ".join(parts)

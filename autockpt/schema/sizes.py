@@ -148,8 +148,8 @@ def parse_size(text: str, what: str = "a memory size", remedy: str = "") -> int:
         raise UsageError(f"{text!r} is not {what}", remedy=remedy or _suggestion(text))
     size = int((Decimal(match[1]) * _UNITS[match[2]]).to_integral_value(ROUND_FLOOR))
     if not 0 < size <= _LARGEST:
-        said = "less than one byte" if not size else "more than any device has"
-        raise UsageError(f"{text!r} is {said}", remedy=remedy or _FORMS)
+        problem = "less than one byte" if not size else "more than any device has"
+        raise UsageError(f"{text!r} is {problem}", remedy=remedy or _FORMS)
     return size
 
 

@@ -66,9 +66,9 @@ def by_rank(measured: Measurement | None) -> str:
         return ""
     peaks, steps = [format_binary(size) for size in measured.peak_by_rank], measured.seconds_by_rank
     apart = bool(steps) and max(steps) > min(steps) * (1 + 2 * measured.noise)
-    said = [f"peak {', '.join(peaks)}"] if len({*peaks}) > 1 else []
-    said += [f"step {', '.join(map(seconds, steps))}"] if apart else []
-    return f"by rank: {'; '.join(said)}" if said else ""
+    parts = [f"peak {', '.join(peaks)}"] if len({*peaks}) > 1 else []
+    parts += [f"step {', '.join(map(seconds, steps))}"] if apart else []
+    return f"by rank: {'; '.join(parts)}" if parts else ""
 
 
 def compared(ours: Measurement | Prediction, other: Measurement | Prediction, name: str) -> str:
@@ -91,21 +91,21 @@ def _percent(value: float) -> str:
     return f"{value:.0f} %" if value >= 9.95 else f"{value:.1f} %"
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
+def counted(number: int, noun: str) -> str:
     """``1 trial``, ``3 trials``, ``12,345 ops``."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    return f"{number:,} {noun if number == 1 else noun + 's'}"
 
 
 def facts(settings: Mapping[str, object]) -> str:
     """Settings in one line: ``dtype fp32, batch size 4``; what is off or unknown is left out."""
-    said = []
+    parts = []
     for key, value in settings.items():
         name = key.replace("_", " ")
         if value is True:
-            said.append(name)
+            parts.append(name)
         elif value is not None and value is not False and value != "":
-            said.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}")
-    return ", ".join(said)
+            parts.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}")
+    return ", ".join(parts)
 
 
 def strip(choices: Mapping[str, Choice], width: int = 48, units: Iterable[str] = ()) -> str:
@@ -154,10 +154,10 @@ def step_note(environment: Environment | None, workload: WorkloadSpec | None) ->
     """Sentences to print with a simulated step time; empty where steps are not simulated for a described device."""
     if environment is None or "simulated" not in environment.versions:
         return ""
-    said = [_ERRORS.get(environment.device.kind, _UNKNOWN)]
+    parts = [_ERRORS.get(environment.device.kind, _UNKNOWN)]
     if workload is not None and (workload.shard is not None or workload.ddp is not None):
-        said.append(
+        parts.append(
             "Collectives take what the links within one machine are said to give; none was measured, and steps that "
             "others published for 8 GPUs were simulated up to 33 % too short."
         )
-    return " ".join(said)
+    return " ".join(parts)

@@ -81,12 +81,12 @@ class Document:
             return self.complain(loc, f"{'.'.join(map(str, loc))!r} is missing", f"Add a line {loc[-1]}: …")
         if kind == "model_type" and not loc:
             return self.complain(loc, "this file holds no settings", "Write one `name: value` per line.")
-        said = first["msg"].removeprefix("Value error, ")
+        message = first["msg"].removeprefix("Value error, ")
         remedy = first.get("ctx", {}).get("remedy") or f"It reads {short(first['input'])} now."
         if not loc:  # of the whole document; its message begins with the part that it is about, if there is one
-            return self.complain(tuple(said.split()[:1]), said, f"Correct it in {self.name}.")
+            return self.complain(tuple(message.split()[:1]), message, f"Correct it in {self.name}.")
         key = ".".join(map(str, loc[: self._found(loc)[0]]))  # without the names of alternatives
-        return self.complain(loc, f"{key}: {said[:1].lower()}{said[1:]}", remedy)
+        return self.complain(loc, f"{key}: {message[:1].lower()}{message[1:]}", remedy)
 
 
 def parse(text: str, name: str, error: type[UsageError] = UsageError) -> Document:

@@ -16,15 +16,7 @@ from typing import NamedTuple
 
 from autockpt.schema.choices import Choice
 from autockpt.solvers.exact import exact
-from autockpt.solvers.problem import (
-    Assignment,
-    Point,
-    Problem,
-    host_of,
-    peak_of,
-    point_values,
-    seconds_of,
-)
+from autockpt.solvers.problem import Assignment, Point, Problem, host_of, peak_of, point_values, seconds_of
 
 UnitChoices = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
@@ -199,7 +191,8 @@ class _Refinement:
 
     def _is_better(self, seconds: float) -> bool:
         """Whether that is less than the best plan takes, by as much as is worth a call."""
-        return self.best is None or seconds < seconds_of(self.problem, self.best) - self._worthwhile()
+        worth = FASTER * max(abs(self.problem.base_seconds), 1e-9)
+        return self.best is None or seconds < seconds_of(self.problem, self.best) - worth
 
     def _note(self, plan: UnitChoices, checked: Checked) -> bool:
         """Note a checked plan as best or leanest; True where it fits."""
@@ -241,9 +234,6 @@ class _Refinement:
 
     def _checked(self, plan: UnitChoices) -> Checked:
         return self.remembered[self._key(plan)]
-
-    def _worthwhile(self) -> float:
-        return FASTER * max(abs(self.problem.base_seconds), 1e-9)
 
     def result(self) -> Refined:
         plan = self.best or self.leanest

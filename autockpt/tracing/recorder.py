@@ -23,13 +23,7 @@ from autockpt.tracing.kernels.quantised_kernels import notes_on_quantised
 from autockpt.tracing.kernels.signature import dtype_name, signature
 from autockpt.tracing.kernels.triton_launches import LAUNCH, NOTE
 from autockpt.tracing.kernels.work import work_of
-from autockpt.tracing.kernels.workspaces import (
-    ESTIMATED,
-    MOST_FLOPS,
-    MOST_FLOPS_TOGETHER,
-    trial_of,
-    workspace_bytes,
-)
+from autockpt.tracing.kernels.workspaces import ESTIMATED, MOST_FLOPS, MOST_FLOPS_TOGETHER, trial_of, workspace_bytes
 from autockpt.tracing.location import BACKWARD, Location
 from autockpt.tracing.shapes import Outcome
 from autockpt.tracing.storages import StorageLog

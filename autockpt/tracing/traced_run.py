@@ -82,8 +82,7 @@ class TracedRun:
         raise NotImplementedError
 
     def take(self, workload: Step) -> None:
-        """Use a workload as it is, which changes its tensors and states: for a process that needs it for nothing
-        else."""
+        """Use a workload as it is, which changes its tensors and states: in a process with no other use for it."""
         raise NotImplementedError
 
     def trace(self, choices: Mapping[str, Choice]) -> Graph:

@@ -118,8 +118,7 @@ class Climb:
         return top
 
     def at(self, size: int, trials: int) -> BatchSetting | None:
-        """The best plan of a micro-batch size; None where nothing fits. A size that was searched before is
-        continued."""
+        """The best plan of a micro-batch size; None where nothing fits. An earlier search of it is continued."""
         left, known = self.clock.seconds_left, any(self.found.values())
         if known and left < LAST * (self.clock.timeout or 0.0):
             self.skipped.add(size)

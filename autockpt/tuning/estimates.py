@@ -1,5 +1,4 @@
-"""``estimate``: simulate whether training fits, with what plan and how fast; a row per model, card, batch and
-method."""
+"""``estimate``: simulate whether training fits a card, with what plan and how fast, for many sizes and methods."""
 
 from __future__ import annotations
 

@@ -18,15 +18,13 @@ from itertools import chain, zip_longest
 import numpy as np
 
 from autockpt.measuring.statistics import noise, ratio_interval
-from autockpt.schema import Choice, Measurement, Trial
+from autockpt.schema import Measurement, Trial
 
 FINALISTS = 3
 WORTH = 0.001  # share of the step by which a plan must be expected to be faster than the best to take part
 EXPECTED_WITHIN = 0.01  # one standard deviation of predicted ratios of step times, as a share
 BATCH = 3
 MOST_ROUNDS = 15
-
-Choices = Mapping[str, Choice]
 
 
 Compare = Callable[..., Mapping[str, Sequence[float]]]  # plans by name, rounds= -> seconds
@@ -58,8 +56,7 @@ class Final:
 
     @property
     def error(self) -> float:
-        """One standard deviation of the steps of the ``last``, as a share, without the drift common to all of a
-        round."""
+        """One standard deviation of the steps of the ``last``, as a share, without the common drift of rounds."""
         logs = np.log([self.times[number] for number in self.last])
         plans, rounds = logs.shape
         if rounds < 2 or plans < 2:
@@ -148,8 +145,7 @@ def contenders(times: Mapping[int, float], error: float, *predictions: Mapping[i
 
 
 def _close(times: Mapping[int, float], expected: Mapping[int, float], error: float, moves: float) -> list[int]:
-    """The fastest as ``weighed``, and trials that may be faster by enough if both times changed by ``moves``, a
-    share."""
+    """The fastest as ``weighed``, and trials that may be faster by enough if both times change by a share ``moves``."""
     both = weighed(times, expected, error)
     best, *others = sorted(both, key=lambda n: both[n])
     return [best, *(n for n in others if gain(both[n] / both[best] - 1, math.sqrt(2) * moves) > WORTH)]

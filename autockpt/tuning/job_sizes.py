@@ -39,12 +39,8 @@ from autockpt.tuning.traced_model import LEANEST_CHUNKS, blocks_of, kinds_of, lo
 from autockpt.workload import Step, cut_tensors, nested_tensors
 from autockpt.workload.lengths import with_length
 
-LEAN_KINDS = (
-    *IN_TILES,
-    "recompute_offload",
-    "offload",
-    "recompute",
-)  # tried first: one of them is nearly always the leanest
+LEAN_KINDS = (*IN_TILES, "recompute_offload", "offload", "recompute")
+"""Choices that are tried first: one of them is nearly always the leanest."""
 FAR_OVER = 2  # times the budget: where one of these needs that much, no other choice fits either
 MOST_TIMES = 64  # times the present length is the longest that is tried
 GRAIN = 32  # sequences are distinguished to a share of 1/32, in powers of two
@@ -161,8 +157,7 @@ class Variant:
         return self._stack.enter_context(tracer_of(self._job, fallback=False))
 
     def least_bytes(self, kinds: Sequence[str] = LEAN_KINDS) -> float:
-        """Peak of the leanest of these choices, or of the first that fits; infinite where the variant is not
-        possible."""
+        """Peak of the leanest of these choices, or of the first that fits; infinite for an impossible variant."""
         budget_bytes, least = self._what_if.budget_bytes, math.inf
         if self._what_if.late() or (self._chunked and self.tracer.head is None) or self._ignored:
             return math.inf

@@ -123,8 +123,7 @@ class Loop:
         return self.trials.budget
 
     def used_up(self, *, one_late: bool = False) -> bool:
-        """Whether a limit is reached, which sets ``stopped``. ``one_late``: steps may exceed the time limit a
-        little."""
+        """Whether a limit is reached, which sets ``stopped``. ``one_late``: one step may exceed the time limit."""
         if self.trials.spent >= self.max_candidates:
             return self.stop_if(f"as many candidates were tried as --trials allows ({self.max_candidates})")
         return (

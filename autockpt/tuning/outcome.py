@@ -95,8 +95,7 @@ def _plan(
     rows: Sequence[Comparison],
     notes: Sequence[str],
 ) -> Plan:
-    """The plan with its provenance. The head is listed only where it has a choice; the last of ``rows`` is the
-    plan's."""
+    """The plan with its provenance. The head is listed only if it has a choice; the last of ``rows`` is the plan's."""
     asked, tracer, spec = prepared.request, prepared.traced.tracer, prepared.request.spec
     head, settings = tracer.head, plain(prepared.settings)
     chosen = head is not None and best.choices.get(head.name, SAVE) != SAVE

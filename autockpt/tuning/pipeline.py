@@ -18,7 +18,7 @@ from autockpt.schema.request import PipelineAnswer, StagePlan
 from autockpt.schema.run_directory import RunDirectory, plan_of_trial
 from autockpt.schema.workload import Stage
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.search import Search, run_search
+from autockpt.tuning.search import run_search
 from autockpt.tuning.trials import peak_of_trial
 
 PLAN_OF_STAGE = "plan_of_stage.yaml"
@@ -28,11 +28,11 @@ Seconds = Callable[[int], float]
 """Predicts step seconds of a stage from its number of layers; infinite where they do not fit."""
 
 
-def search_stages(request: SearchRequest, listener: Listener, search: Search = run_search) -> PipelineAnswer:
+def search_stages(request: SearchRequest, listener: Listener) -> PipelineAnswer:
     """A plan for each stage of ``request.workload.stage``, all within one budget; each stage has a run of its own.
 
     Plans are also written where ``request.plan_out`` says, with the stage's number. Without runs (``out``)
-    stages keep their fastest plans. Raises what ``search`` raises, with the stage named, and UsageError for other
+    stages keep their fastest plans. Raises what ``run_search`` raises, with the stage named, and UsageError for other
     questions at the same time; KeyboardInterrupt after Ctrl-C.
     """
     if request.rows_per_update is not None or request.lengths is not None or request.longest:
@@ -47,7 +47,7 @@ def search_stages(request: SearchRequest, listener: Listener, search: Search = r
         left = None if clock.timeout is None else max(1.0, clock.seconds_left / (len(stages) - len(outcomes)))
         asked = {"workload": spec.model_copy(update={"stage": stage}), "plan_out": None, "timeout": left}
         try:
-            outcomes.append(search(request.model_copy(update=asked), listener))
+            outcomes.append(run_search(request.model_copy(update=asked), listener))
         except AutockptError as error:
             error.message = f"stage {stage}: {error.message}"
             raise

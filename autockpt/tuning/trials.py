@@ -1,5 +1,4 @@
-"""The trials of a search: numbered, judged by the budget, written as they end; and the choice among equally fast
-ones."""
+"""The trials of a search: numbered, judged by the budget, written as they end; and which of them is named."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ class Trials:
         )
 
     def put(self, trial: Trial) -> Trial:
-        """Add a trial, or replace the one of its number, judged if the budget is known. Returns the trial as
-        written."""
+        """Add a trial, or replace the one of its number, judged if the budget is known. Returns what was added."""
         trial = self._judged(trial)
         self.all[trial.number : trial.number + 1] = [trial]
         self._by_hash[trial.plan_hash] = trial
@@ -179,8 +177,7 @@ def peak_of_trial(trial: Trial) -> int:
 AS_FAST = 0.005
 """Share of the step: plans within it of the fastest count as equally fast."""
 AS_LEAN = 0.016
-"""Share of the budget: peaks within it of the leanest count as equal, as predicted peaks err by as much on real
-cards."""
+"""Share of the budget: peaks within it of the leanest count as equal. Predicted peaks of real cards err by that."""
 
 NAMED = "of equally fast plans the leanest is named, of equally lean ones the simplest"
 

@@ -84,13 +84,13 @@ _HOW = "Give a file with a length, or a length and a count, on each line; or 512
 def _counted(name: str, lines: Iterable[str]) -> Lengths:
     counts = Counter[int]()
     for number, line in enumerate(lines, 1):
-        said = line.partition("#")[0].strip()
-        if not said:
+        entry = line.partition("#")[0].strip()
+        if not entry:
             continue
-        match = re.fullmatch(_LINE, said)
+        match = re.fullmatch(_LINE, entry)
         length, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
         if not 0 < length <= MOST or count < 1:
-            raise UsageError(f"{name}:{number}: {said[:40]!r} is no length with a count", remedy=_HOW)
+            raise UsageError(f"{name}:{number}: {entry[:40]!r} is no length with a count", remedy=_HOW)
         counts[length] += count
     if not counts:
         raise UsageError(f"{name} holds no lengths", remedy=_HOW)

@@ -31,7 +31,7 @@ _SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64
 BUCKETS = "buckets"
 
 
-def ignore(said: Any) -> None:
+def ignore(event: Any) -> None:
     """The default for callbacks: do nothing."""
 
 

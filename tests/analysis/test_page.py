@@ -67,7 +67,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
 
 def test_it_prints_the_explanation_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    said, page = contents_of(run)["said"], Read(run_page(run)).said
+    said, page = contents_of(run)["explanation"], Read(run_page(run)).said
     assert said is not None and said.why is not None
     for text in ("The next faster plan needs", "Choices for h.0-1", said.holdings[0].name, said.curve.peak_target):
         assert text in page, text

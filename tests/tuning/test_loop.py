@@ -11,6 +11,7 @@ import pytest
 
 from autockpt.cost import CostModel
 from autockpt.errors import DeviceOutOfMemory, InfeasibleError, MeasurementError, RunDirectoryError
+from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.statistics import ratio_interval
 from autockpt.schema import (
     OFFLOAD,
@@ -33,6 +34,7 @@ from autockpt.tuning.targets.base import Target
 from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.trials import Candidate, Score, Trials
 from tests.errors import raises
+from tests.samples import environment
 from tests.tuning.device import MadeUpDevice
 from tests.tuning.made_up import Watcher, search
 
@@ -120,6 +122,28 @@ def test_a_winner_that_fails_in_a_fresh_process_is_not_named() -> None:
     assert found.best is not None
     assert found.best.plan_hash != refused[0]
     assert any("fresh process" in note for note in found.target.notes)
+
+
+def test_the_winner_is_confirmed_by_a_worker_of_its_own_where_a_limit_holds() -> None:
+    class Worker(WorkerMeasurer):
+        environment = environment("cuda", enforces_limit=True)  # type: ignore[assignment]
+        beat = staticmethod(lambda word: None)  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            self.asked: list[Any] = []
+            self._deadline = math.inf
+
+        def release(self) -> None:
+            self.asked.append("release")
+
+        def measure(self, choices: Any, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
+            self.asked.append(budget_bytes)
+            return Measurement(peak_bytes=7, step_seconds=1.0)
+
+    worker = Worker()
+    target = Measured(SearchRequest(budget=parse_budget("8KB")), Clock(Silence()), worker)
+    assert target.confirm({}, 8000) == Measurement(peak_bytes=7, step_seconds=1.0)
+    assert worker.asked == ["release", 8000]
 
 
 class Killed(MadeUpDevice):

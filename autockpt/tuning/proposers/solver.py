@@ -242,8 +242,7 @@ class SolverProposer(Proposer):
         return [self._of_solver(plan) for plan in near[:MOST_SIMPLE]]
 
     def _last(self) -> Iterator[Candidate]:
-        """Simple plans, unless they were tried at first; then the leanest plan and split plans that are as fast as the
-        best by the fitted costs."""
+        """Simple plans, unless they were tried at first; then leaner and split plans as fast as the best."""
         if not self.target.scoring.measures:
             yield from self._simple()
         best = self.trials.best
@@ -356,13 +355,9 @@ class SolverProposer(Proposer):
 
         ``hidden`` is the share of the link's time in forward that copies may take which hide behind compute.
         """
-        return self.cost_model.problem(self._ghost_run_bytes - free, prices, hidden=hidden)
-
-    @property
-    def _ghost_run_bytes(self) -> int:
-        """The most bytes that a ghost run may hold: the budget less the context and what ghost runs were seen to
-        miss."""
-        return self._usable_bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
+        # a ghost run may hold the budget less the context, and less what ghost runs were seen to miss
+        budget_bytes = self._usable_bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
+        return self.cost_model.problem(budget_bytes - free, prices, hidden=hidden)
 
     @property
     def _usable_bytes(self) -> int:

@@ -98,7 +98,7 @@ class SplitProposer(Proposer):
     def __post_init__(self) -> None:
         kinds = self.request.space.choices
         self.baselines = baseline_plans(self.layers, kinds)
-        if self.target.mode == "model":  # where every plan is compiled anew, and this one is rarely good
+        if self.request.compile == "model":  # where every plan is compiled anew, and this one is rarely good
             self.baselines.pop(EVERY_2, None)
         alike: list[Choice] = [Selective()] if Selective().kind in kinds else []
         alike += [CompileBudget(fraction=f) for f in FRACTIONS] if RECOMPUTE.kind in kinds else []
@@ -173,7 +173,7 @@ class SplitProposer(Proposer):
                 yield Candidate(dict(choices), name, "seed")
         assert self.trials.budget_bytes is not None
         while not loop.used_up():
-            one_graph = self.target.mode == "model"
+            one_graph = self.request.compile == "model"
             plans = proposals(self.layers, self.trials.scored, self.trials.budget_bytes, one_graph=one_graph)
             untried = [plan for plan in plans if self.trials.find(plan) is None]
             if not untried:

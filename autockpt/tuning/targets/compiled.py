@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autockpt.devices import get_device
 from autockpt.errors import ConflictError, MeasurementError, TimeLimitReached, UsageError
 from autockpt.measuring.compiler import missing
-from autockpt.schema import CompileMode, SearchRequest, Trial
+from autockpt.schema import SearchRequest, Trial
 from autockpt.schema.choices import SearchSpace
 from autockpt.tracing import Tracer
 from autockpt.tuning.finals import first_rounds
@@ -38,13 +38,9 @@ class Compiled(Measured):
 
     refuses_budgets: bool = field(default=False, init=False)
 
-    @property
-    def mode(self) -> CompileMode:
-        return self.request.compile or "layers"
-
     def allowed(self, tracer: Tracer) -> tuple[SearchSpace, tuple[str, ...]]:
         """The choices that can be part of a graph. Raises UsageError where the request cannot be compiled."""
-        if self.mode == "layers" and tracer.settings.get("units"):
+        if self.request.compile == "layers" and tracer.settings.get("units"):
             raise UsageError(
                 f"layers are compiled by blocks that repeat, and {tracer.settings['units']} are none",
                 remedy="Search with --compile model, or without --compile; leave `units` out where blocks repeat.",
@@ -59,7 +55,7 @@ class Compiled(Measured):
 
     def cost_model(self, prepared: Prepared) -> None:
         """There is none. Tells the user what takes long."""
-        self.clock.listener.note(_COMPILING[self.mode])
+        self.clock.listener.note(_COMPILING[self.request.compile or "layers"])
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
         """Measure a plan. It has failed where the compiler refuses it."""
