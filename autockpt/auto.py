@@ -1,7 +1,7 @@
 """``import autockpt.auto``, with ``AUTOCKPT_PLAN=plan.yaml`` or ``AUTOCKPT_BUDGET=24GB``: for any script, unchanged.
 
 With a plan, the first model that fits it and is called to be trained gets it, right before that call; the line may
-stand anywhere before training. What was attached, or at exit that nothing was and why, is said on stderr.
+stand anywhere before training. What was attached, or at exit that nothing was and why, is printed on stderr.
 
 With a budget, every Trainer of transformers (TRL's too) that is made afterwards gets ``AutockptCallback(budget=…)``,
 which searches as training starts. Other loops do not show their loss and optimizer before their first step: there
@@ -92,7 +92,7 @@ class ModelWatch:
         nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
-        """Stop looking. Where somebody else exchanged the call since, ours stays beneath and does nothing."""
+        """Stop looking. If other code has replaced the call since, ours stays beneath it and does nothing."""
         from torch import nn
 
         if nn.Module.__call__ is self._installed:
@@ -165,13 +165,14 @@ def start() -> ModelWatch | None:
 
 
 def _search_in_trainers(budget: str) -> None:
-    """Every Trainer that is made from now on gets a callback which searches; at exit it is said where none was made.
+    """Every Trainer that is made from now on gets a callback which searches; at exit a line says so where none was
+    made.
 
     It ends the process with one screen where no plan can be had, and takes itself off where the script has its own.
     """
     from autockpt.schema.sizes import parse_budget
 
-    parse_budget(budget)  # a malformed one is said now, not after seconds of imports
+    parse_budget(budget)  # a malformed one is an error now, not after seconds of imports
     from transformers import trainer
 
     from autockpt.integrations.transformers import AutockptCallback, calling_trainer

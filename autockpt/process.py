@@ -114,7 +114,7 @@ class Child:
         return self._end.alive and self._life.ended(0.0) is None
 
     def send(self, message: Any, patience: float = math.inf) -> None:
-        """Send one message. Raises ChildDied where nobody reads any more, ChildSilent as ``receive`` does."""
+        """Send one message. Raises ChildDied where the child has closed its end, ChildSilent as ``receive`` does."""
         try:
             if math.isfinite(patience):
                 with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:

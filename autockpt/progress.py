@@ -92,7 +92,7 @@ class LineListener:
             self._line(text)
 
     def pulse(self) -> None:
-        """Say that the stage still runs, where nothing was said for a while: what is left, or how long it took."""
+        """After a while without output print that the stage still runs: what is left, or how long it took."""
         with self._lock:
             now = self._clock()
             if self._stage and now - self._told >= self._quiet:
@@ -111,7 +111,7 @@ class LineListener:
         # of the steps that are over, or as far as the present one has come
         each = max((elapsed - since) / self._done, elapsed / (self._done + 1))
         left = max(each, each * (self._total - self._done) - since)
-        # nobody knows the tenths of what is left
+        # without tenths, which are unknown
         rough = f"{max(round(left), 1)} s" if left < 99.5 else words.seconds(left)
         return f"{self._done} of {self._total}, about {rough} left"
 

@@ -99,7 +99,7 @@ def shown(text: str) -> str:
 class SafeConsole(Console):
     """Prints control characters of what it is given escaped; colours and cursor movements of its own stay.
 
-    Raises BrokenPipeError where whoever read the output has gone; rich would end the process.
+    Raises BrokenPipeError where the reader of the output is gone; rich would end the process.
     """
 
     def on_broken_pipe(self) -> None:

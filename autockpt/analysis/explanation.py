@@ -60,7 +60,7 @@ class Alive(Data):
 class Curve(Data):
     """Device bytes through the cycle, in equal runs of ops: at the op of each run where they are the most.
 
-    ``growing`` are gradients and the optimizer's own, ``transient`` activations and what else comes and goes; the rest
+    ``growing`` are gradients and the optimizer's own, ``transient`` activations and all other transient ones; the rest
     of ``total`` is there when the cycle begins.
     """
 
@@ -84,9 +84,9 @@ def resampled(values: Sequence[int], columns: int) -> list[int]:
 
 
 class Moment(Data):
-    """An op, and the largest of what comes and goes that is alive then.
+    """An op, and the largest transient storages that are alive then.
 
-    The op of the peak; or where nothing comes and goes at the peak (it lies in the optimizer step), the op at which
+    The op of the peak; or where nothing is transient at the peak (it lies in the optimizer step), the op at which
     that is the most.
     """
 
@@ -141,7 +141,7 @@ class BudgetStep(Data):
 
 
 class Speed(Data):
-    """How fast the explained step is. ``model_flops`` leave out what is run again, ``flops`` do not."""
+    """How fast the explained step is. ``model_flops`` leave out recomputation, ``flops`` do not."""
 
     seconds: float
     flops: int

@@ -89,7 +89,7 @@ class StepBytes:
         return sum(lines, np.zeros(len(self.graph.ops), dtype=np.int64))
 
     def by_unit(self, peak_op: int) -> tuple[Slice, ...]:
-        """What comes and goes at an op, by unit; runs of equal ones folded, the rest of the model last."""
+        """Transient bytes at an op, by unit; runs of equal ones folded, the rest of the model last."""
         sums: dict[str, int] = defaultdict(int)
         for s in self.coming_and_going(peak_op):
             sums[s.unit or REST] += s.bytes
@@ -209,14 +209,14 @@ def curve(held: StepBytes) -> Curve:
 
 
 def telling_op(held: StepBytes) -> int:
-    """The op whose storages are worth a look: that of the peak, or where nothing comes and goes then, of the most."""
+    """The op whose storages are shown: that of the peak, or where nothing is transient then, that of the most."""
     at = peak_op(held.graph)
     moving = held.together(COME_AND_GO)
     return at if not len(moving) or moving[at] else int(np.argmax(moving))
 
 
 def moment(held: StepBytes, at: int, listed: int = LISTED) -> Moment:
-    """The op ``at``, and the largest groups of alike storages that come and go and are alive then."""
+    """The op ``at``, and the largest groups of alike transient storages that are alive then."""
     groups: dict[Alive, list[Storage]] = defaultdict(list)
     for s in held.coming_and_going(at):
         op = held.makers.get(s.id)

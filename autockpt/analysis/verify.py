@@ -100,9 +100,9 @@ def verify(
     whose state is restored. ``steps`` cycles are timed.
 
     Checks, in order: *gradients* of two steps bit-equal with plain training (where a choice is not exact: equal within
-    a tolerance, and said so), with losses, buffers and random states; where plain training does not fit, with
-    recomputing every layer. *sentinels*: all that backward gets recomputed or back from elsewhere is what forward had
-    computed. *peak* and *step time* as promised (alternated with saving or recomputing everything, where that was
+    a tolerance, and the report says so), with losses, buffers and random states; where plain training does not fit,
+    with recomputing every layer. *sentinels*: all that backward gets recomputed or back from elsewhere is what forward
+    had computed. *peak* and *step time* as promised (alternated with saving or recomputing everything, where that was
     measured for the plan and fits: a slow day slows both).
 
     Of a plan with sets of choices for smaller batches every set is held against its own promise, at its own length; of

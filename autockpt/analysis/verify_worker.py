@@ -66,7 +66,7 @@ def proven_step(runner: StepRunner, payload: dict[str, Any]) -> Proof:
 
 @contextmanager
 def _restored(workload: Step) -> Iterator[None]:
-    """A user's own cycle changes weights: all of it is put back. Ours leaves only gradients and buffers behind."""
+    """Restore everything after a user's own cycle, which changes weights; ours leaves only gradients and buffers."""
     with ExitStack() as stack:
         if workload.full_step is None:
             stack.enter_context(kept_state(workload.model))

@@ -276,7 +276,7 @@ class Stopwatch:
 
 
 def host_costs(clock: Stopwatch, workload: Step, cycles: int) -> tuple[float, float]:
-    """Host seconds per op of a training step, and per region that runs again besides its ops.
+    """Host seconds per op of a training step, and per recomputed region besides its ops.
 
     ``workload`` is a real step with next to no arithmetic; its cycles are interleaved, plainly and with every layer
     recomputed.

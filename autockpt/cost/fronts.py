@@ -93,7 +93,7 @@ def _parts(recomputed: Graph, unit: Unit, times: OpTimes, *, handed_on_too: bool
     for op in ops:
         name = _relative(part_of[op.module], unit)
         if not name:
-            continue  # runs again with all of the unit or not at all
+            continue  # recomputed with all of the unit or not at all
         part = parts.setdefault(name, _Part(name))
         made = sum(freed.pop(out.storage, 0) for out in op.outputs)
         if _is_heavy(op):

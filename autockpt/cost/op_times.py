@@ -288,7 +288,7 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
     bandwidths as well, on others ``host_seconds``.
 
     ``graphs`` are the ghost runs of the uniform plans by choice kind, ``seconds`` what their steps take. What lacks
-    times beside those of ``save`` stays as it is.
+    times besides those of ``save`` stays as it is.
     """
     if "save" not in seconds:
         return times

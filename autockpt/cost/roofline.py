@@ -253,7 +253,7 @@ def _counts(work: Work) -> bool:
 DISK = 1e9  # bytes/s of a file
 # (FLOP/s, bytes/s of memory, bytes/s to the tier below): orders of magnitude of common hardware, not of this device.
 RATES = {"cpu": (1e11, 1e10, 2e9), "cuda": (1e14, 1e12, 2e10)}
-# On a CPU the C library maps larger blocks anew each time, whatever it is told: every page is cleared and faulted in.
+# On a CPU the C library maps larger blocks for each allocation: every page is cleared and faulted in.
 MAPPED, FAULTS = 2**25, 2e9  # bytes, bytes/s
 
 

@@ -73,7 +73,7 @@ class Setting:
 
 
 def export(plan: Plan, target: str) -> Exported:
-    """The plan as settings of ``target``, one of ``TARGETS``; what differs is said in words, in comments in front.
+    """The plan as settings of ``target``, one of ``TARGETS``; comments in front say what differs.
 
     Raises UsageError for an unknown target, PlanError for a plan that names no layers.
     """

@@ -28,7 +28,7 @@ from autockpt.workload.units import discover_units, module_of, unwrap
 
 BACKEND = "inductor"
 SETTLING = 3
-"""Cycles after the first in which a compiler may still find that it has to compile something anew."""
+"""Cycles after the first in which a compiler may still have to compile something again."""
 
 Key = tuple[str, ...]
 _number = itertools.count()

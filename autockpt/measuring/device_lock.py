@@ -56,14 +56,14 @@ def host_link_lock(
 
 @contextmanager
 def _alone(name: str, what: str, note: Callable[[str], None], wait: bool) -> Iterator[None]:
-    told = ""
+    noted = ""
 
     def busy(holder: str) -> None:
-        nonlocal told
+        nonlocal noted
         if not wait:
             raise DeviceBusy(f"{what} is in use by {holder}")
-        if holder != told:
-            told = holder
+        if holder != noted:
+            noted = holder
             note(f"waiting for {what}, in use by {holder}")
         time.sleep(POLL_SECONDS)
 

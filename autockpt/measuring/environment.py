@@ -19,7 +19,7 @@ _ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MALLOC_TRIM_THRES
 
 
 def environment_of(device: Device, variables: Mapping[str, str] = os.environ) -> Environment:
-    """The device at hand and the versions installed. On a GPU this opens a context.
+    """The local device and the installed versions. On a GPU this opens a context.
 
     ``variables`` are the environment variables of the process that measures.
     """

@@ -100,8 +100,8 @@ def ranks_here() -> int:
 
 def refuse_many_processes() -> None:
     """Raises UsageError in one of several processes that train together (torchrun, torch.distributed)."""
-    told = os.environ.get("WORLD_SIZE", "")
-    size = max(int(told) if told.isdecimal() else 1, ranks_here())
+    world_size = os.environ.get("WORLD_SIZE", "")
+    size = max(int(world_size) if world_size.isdecimal() else 1, ranks_here())
     if size > 1:
         raise UsageError(
             f"this is one of {size} training processes, and this measures in a single one",

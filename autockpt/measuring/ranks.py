@@ -288,10 +288,10 @@ class Ranks(Measurer):
 
     def _broadcast(self, message: Any) -> Any:
         """The first rank's message, on all."""
-        told = [message]
+        sent = [message]
         with self._all_there():
-            distributed.broadcast_object_list(told, src=0, group=self._control)
-        return told[0]
+            distributed.broadcast_object_list(sent, src=0, group=self._control)
+        return sent[0]
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
@@ -309,9 +309,9 @@ class Ranks(Measurer):
         with signals_deferred((signal.SIGINT, signal.SIGTERM)):  # all ranks end what they have begun
             self._broadcast((verb, asked))
             everyone = self._take_part(verb, asked)
-        failed = [(told["at"], rank, told["error"]) for rank, told in enumerate(everyone) if "error" in told]
+        failed = [(answer["at"], rank, answer["error"]) for rank, answer in enumerate(everyone) if "error" in answer]
         if not failed:
-            return [told["result"] for told in everyone]
+            return [answer["result"] for answer in everyone]
         _, rank, error = min(failed, key=lambda one: one[:2])
         error.message = f"rank {rank}: {error.message}"
         if len(failed) < self.size or any(type(one[2]) is not type(error) for one in failed):
@@ -332,8 +332,8 @@ class Ranks(Measurer):
         everyone: list[Any] = [None] * self.size
         with self._all_there():
             distributed.all_gather_object(everyone, mine, group=self._control)
-        if verb == "measure" and all("result" in told for told in everyone):  # what all ranks know by now
-            slowest = max(told["result"].step_seconds for told in everyone)
+        if verb == "measure" and all("result" in answer for answer in everyone):  # what all ranks know by now
+            slowest = max(answer["result"].step_seconds for answer in everyone)
             self._wait_at_most(max(LEAST_TIMEOUT, STEPS_OF_TIMEOUT * slowest))
         return everyone
 

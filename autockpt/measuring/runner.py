@@ -43,12 +43,12 @@ class StepRunner:
 
     Every cycle starts from the same random state and runs with learning rates of zero, so that all plans do identical
     work; ``full_step`` workloads are seeded only. No gradients are alive between cycles. After any error the workload
-    can be run again: no choices attached, no gradients, optimizer states as they were. On devices whose allocator keeps
-    what was freed every plan makes the optimizer's states anew in its first cycle, as training does: they come to lie
-    among the activations of that cycle, and what the allocator needs from then on depends on where. ``beat`` is called
-    with a word whenever a cycle has ended: a sign of life. Plans claim no more than ``host_budget`` bytes on the host,
-    or their step raises HostBudgetExceeded. ``barrier`` is called before every cycle, untimed; a peak is the least of
-    so many ``recordings``. With ``compiler`` all plans are measured in compiled steps; compiling is not timed.
+    can be used again: no choices attached, no gradients, optimizer states as they were. On devices whose allocator
+    keeps what was freed every plan makes the optimizer's states again in its first cycle, as training does: they come
+    to lie among the activations of that cycle, and what the allocator needs from then on depends on where. ``beat`` is
+    called with a word whenever a cycle has ended: a sign of life. Plans claim no more than ``host_budget`` bytes on the
+    host, or their step raises HostBudgetExceeded. ``barrier`` is called before every cycle, untimed; a peak is the
+    least of so many ``recordings``. With ``compiler`` all plans are measured in compiled steps; compiling is not timed.
     """
 
     workload: Step

@@ -25,7 +25,7 @@ class Snapshot:
 
     Making it copies every storage to the host and parks gradients there: their tensor objects stay, their memory on the
     device is free until ``restore``. Raises MeasurementError where the host has no room for the copy, with nothing
-    changed, and UsageError where a ``snapshot`` object has no state that can be read and put back.
+    changed, and UsageError where a ``snapshot`` object has no state that can be read and restored.
     """
 
     def __init__(self, workload: Step) -> None:
@@ -35,7 +35,7 @@ class Snapshot:
         try:
             self._undo.append(RandomStates().put_back)
             self._undo.append(_storages(nested_tensors(*roots)))
-            # One by one: what was parked before something fails must be known, to be put back.
+            # one by one: if one fails, those that were parked before must be restored
             for undo in _parked_gradients(workload):
                 self._undo.append(undo)
             for root in roots:
@@ -56,12 +56,12 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back; gradients made since are dropped. The second call does nothing."""
         while self._undo:
-            # Last taken, first put back: which objects hang where, gradients (into the memory that frees), then bytes.
+            # in reverse order: containers, gradients (into the memory that this frees), then bytes
             self._undo.pop()()
 
 
 def _storages(tensors: Iterable[Tensor]) -> Undo:
-    """Host copies of every storage behind the tensors, once each, put back byte by byte."""
+    """Host copies of every storage behind the tensors, once each, restored byte by byte."""
     kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
     others: list[tuple[Tensor, Tensor]] = []
     for tensor in tensors:
@@ -86,7 +86,7 @@ def _host_copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def structure_of(root: Any) -> Iterator[Undo]:
-    """Which objects hang where: states made during steps go, tensors replaced during steps come back."""
+    """Restores the contents of containers: states made during steps go, tensors replaced during steps come back."""
     seen, homes = set[int](), [root]
     if isinstance(root, nn.Module):  # memory banks, counts and metrics are in containers among their attributes
         homes = [vars(module) for module in root.modules()]
@@ -111,7 +111,7 @@ def _own_state(item: Any) -> Iterator[Undo]:
 
 
 def _frozen(value: Any) -> Any:
-    """A state dict as it is now. Tensors are not copied: their bytes are put back with all others."""
+    """A state dict as it is now. Tensors are not copied: their bytes are restored with all others."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, dict):
@@ -134,7 +134,7 @@ def _containers(root: Any, seen: set[int]) -> Iterator[Undo]:
 
 
 def putting_back(thing: Any) -> Undo:
-    """What a container, or a generator of random numbers, holds now, put back into the same object."""
+    """Restores the present contents of a container, or state of a random generator, into the same object."""
     if isinstance(thing, dict):
         return partial(_refilled, thing, dict(thing), thing.update)
     if isinstance(thing, set):

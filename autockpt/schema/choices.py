@@ -104,7 +104,7 @@ class _NamesParts(_Choice):
     """A choice whose ``keep`` and ``within`` name modules inside the unit."""
 
     keep: Modules = Field(default=(), description=_KEPT)
-    within: Modules = Field(default=(), description="modules whose ops run again (default: all of the unit's)")
+    within: Modules = Field(default=(), description="modules whose ops are recomputed (default: all of the unit's)")
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -119,11 +119,11 @@ class _NamesParts(_Choice):
 class Selective(_NamesParts):
     """Keep some outputs and run the rest of the forward again in backward.
 
-    ``keep`` names modules inside the unit (``mlp.up_proj``) whose matrix products and convolutions are not run again,
-    or ``fused_attention``; by default all of these are kept and only what is cheap is made again
-    (Korthikanti et al. 2022, arXiv:2205.05198). ``within`` names the modules inside the unit that run again, each by
-    itself, while the rest of the unit saves what it saves anyway; by default the whole unit does. With ``within`` there
-    may be nothing to keep (``keep: []``).
+    ``keep`` names modules inside the unit (``mlp.up_proj``) whose matrix products and convolutions are not recomputed,
+    or ``fused_attention``; by default all of these are kept and only cheap ops are recomputed (Korthikanti et al. 2022,
+    arXiv:2205.05198). ``within`` names the modules inside the unit that are recomputed, each by itself, while the rest
+    of the unit saves what it saves anyway; by default the whole unit does. With ``within`` there may be nothing to keep
+    (``keep: []``).
     """
 
     letter: ClassVar[str] = "S"
@@ -141,8 +141,9 @@ class Remake(_NamesParts):
     """Drop saved tensors and rematerialize each in backward, by the ops that made it.
 
     What is saved is dropped where it can be made from what is kept anyway, or from something smaller. ``keep`` names
-    modules inside the unit whose matrix products and convolutions are not run again, ``fused_attention``, or ``**`` for
-    all of these; by default none. ``within`` names the modules inside the unit whose ops may run again; by default all.
+    modules inside the unit whose matrix products and convolutions are not recomputed, ``fused_attention``, or ``**``
+    for all of these; by default none. ``within`` names the modules inside the unit whose ops may be recomputed; by
+    default all.
     """
 
     letter: ClassVar[str] = "T"  # of tensors: with M, "OOM" would be a plan
@@ -232,7 +233,7 @@ class CompileBudget(_Choice):
 
     For compiled training only: a layer that is compiled in place (``layer.compile()``) is a graph of its own, layers of
     a model that is compiled as a whole share one. ``fraction`` is PyTorch's ``activation_memory_budget`` for that
-    graph: its partitioner chooses op by op what is saved and what runs again. A share of saved bytes, not of a peak,
+    graph: its partitioner chooses op by op what is saved and what is recomputed. A share of saved bytes, not of a peak,
     and a smaller one may well have a higher peak. Code that is compiled otherwise rounds otherwise.
     """
 

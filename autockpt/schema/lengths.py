@@ -12,7 +12,7 @@ from autockpt.schema.base import Data
 from autockpt.schema.workload import MOST
 
 LEVELS = 48
-"""Lengths that are told apart; others are rounded up to the next one of these, so that none is taken for shorter."""
+"""Lengths that are distinguished; others are rounded up to the next one of these, so that none is taken for shorter."""
 
 
 def _in_order(counts: dict[int, int]) -> dict[int, int]:

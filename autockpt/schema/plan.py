@@ -125,7 +125,7 @@ class Plan(Data):
     """A choice for every unit, with its provenance.
 
     ``choices`` are for every batch; where ``smaller_batches`` has sets of their own for smaller ones, the runtime goes
-    by the first that covers the batch at hand. Of these only the fields in ``OF_A_SET`` are given, ``hash`` with the
+    by the first that covers the batch. Of these only the fields in ``OF_A_SET`` are given, ``hash`` with the
     tokens that they were found for; ``sets`` are all of them, each as a whole plan.
 
     ``hash`` is that of the choices which ``predicted`` and ``measured`` speak of. Where the choices no longer match it
@@ -501,7 +501,7 @@ _OfChoices.add_representer(dict, _OfChoices.represent_choice)
 
 
 def _section(key: str, value: Any, comments: Sequence[str] = ()) -> str:
-    """The text of one field, with what is to be said about it."""
+    """The text of one field, with its comment."""
     # in braces lines are broken only behind what is over the width
     dumper, width = (_OfChoices, 80) if key in ("choices", "smaller_batches") else (yaml.SafeDumper, 110)
     text = yaml.dump({key: value}, Dumper=dumper, sort_keys=False, allow_unicode=True, width=width)

@@ -6,7 +6,7 @@ results/<model>_<device>_<budget>_<hash of the question>/
     environment.json   device and versions     graph.json.gz     the plain step as traced
     plan.yaml          the answer              profile.json      what each choice costs
     study.db           the Optuna study        outcome.json      what was answered, once the search had ended
-    outlook.json       what ghost runs said of other budgets and other jobs, of which nothing was tried
+    outlook.json       ghost runs of other budgets and other jobs, of which nothing was measured
     in_flight.json     plans in whose measurement a process ended, and how often
     report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
 """
@@ -292,7 +292,7 @@ class RunDirectory:
         return False
 
     def write_finished(self, finished: FinishedSearch) -> None:
-        """Keep an answer, without the paths of its files: whoever reads it knows where the run is by then."""
+        """Keep an answer, without the paths of its files, as the run may be moved."""
         paths = {"outcome": {"run_directory", "plan_path", "set_aside"}}
         self.write("outcome.json", finished.model_dump_json(exclude=paths) + "\n")
 
@@ -304,7 +304,7 @@ class RunDirectory:
         self.write("outlook.json", outlook.model_dump_json() + "\n")
 
     def outlook(self) -> Outlook | None:
-        """What ghost runs said besides; None where no search has come to its end."""
+        """The ghost runs of other budgets; None where no search has ended."""
         return self._model("outlook.json", Outlook)
 
     def refusal(self) -> str:

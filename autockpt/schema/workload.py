@@ -143,7 +143,7 @@ class WorkloadSpec(Data):
         try:
             for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
                 digest.update(f"{file.name}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
-        except OSError:  # whoever reads them to build a model says so better
+        except OSError:  # building the model reports it better
             return None
         return digest.hexdigest()
 

@@ -59,7 +59,7 @@ class Segments:
         units = list(problem.units)
         gone = [0]  # bytes that the first so many units do not pass on
         for first in range(0, count, size):
-            again = 0  # bytes of the segment's earlier units, all made again before the backward of its last one
+            again = 0  # bytes of the segment's earlier units, all recomputed before the backward of its last one
             for place in range(first, first + size):
                 unit, (seconds, passed) = units[place], self.members[units[place].name]
                 alone, saved = option_of(unit, RECOMPUTE), option_of(unit, SAVE)

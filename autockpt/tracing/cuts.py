@@ -21,8 +21,8 @@ def find_cuts(graph: Graph, called: Collection[str]) -> list[str]:
     """Names of the modules that keep the most for backward beyond their inputs, none inside another.
 
     ``graph`` saves everything; ``called`` are the modules with a forward of their own that ran. A module is split into
-    its members where these free nearly as much: several small ones need less when they run again than one large one.
-    The root is never one of them, as recomputing the whole model frees nothing at the peak.
+    its members where these free nearly as much: recomputing several small ones needs less than recomputing one large
+    one. The root is never one of them, as recomputing the whole model frees nothing at the peak.
     """
     kept, given = bytes_of_modules(graph)
     members: dict[str, list[str]] = defaultdict(list)

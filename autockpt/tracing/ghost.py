@@ -29,7 +29,7 @@ from autockpt.tracing.storages import StorageLog
 _REAL_BYTES = 1 << 23
 # Token ids and padding masks, one value a token, decide which masks and kernels a step uses, however large the batch.
 _REAL_TOKEN_BYTES, _TOKEN_DIMS = 1 << 28, 2
-# The user's own floats, and those of a model that is being built, are weights and pixels: nobody asks for their values.
+# The user's own floats, and those of a model that is being built, are weights and pixels, whose values decide nothing.
 _REAL_FLOAT_BYTES = 1 << 18
 _ONLY_POSITIONS = frozenset({"argsort", "argmax", "argmin", "multinomial"})
 _MASKS = (torch.bool, torch.uint8)
@@ -58,7 +58,7 @@ class GhostMode(Recorder):
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Record what runs inside, as one cycle; ``tolist``, which reads memory by itself, is told what ghosts are."""
+        """Record what runs inside, as one cycle; ``tolist``, which reads memory by itself, refuses ghosts."""
         plain = Tensor.tolist
 
         def tolist(tensor: Tensor) -> Any:
@@ -70,7 +70,7 @@ class GhostMode(Recorder):
 
         kernels = fused_dropout() if fuses_dropout(self.device_kind) else nullcontext()
         if self.capability is not None:
-            # what is made for a kernel of CUDA's alone is a ghost, whatever it is made of: nobody asks for its values
+            # the result of a CUDA-only kernel is always a ghost: its values decide nothing
             kernels = cuda_kernels(self.capability, lambda: patched(self, "_values_matter", False))
         sharded = sharded_as_ghosts(self.log)
         with patched(Tensor, "tolist", tolist), no_launches(), sharded, super().recording(), kernels:

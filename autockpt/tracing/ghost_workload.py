@@ -157,7 +157,7 @@ class _Twins:
 
 
 class _CopyAsGhosts(TorchFunctionMode):
-    """Tensors that `deepcopy` comes across in places nobody thought of become twins too."""
+    """Tensors that `deepcopy` finds in any other place become twins, too."""
 
     def __init__(self, twins: _Twins) -> None:
         super().__init__()

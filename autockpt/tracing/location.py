@@ -82,7 +82,7 @@ class Location:
         if _grad_enabled() or len(self._stack) > self._depth:
             if len(self._stack) > self._depth:
                 module = self._stack[-1]
-            elif (module := self._units.get(recomputing() or "")) is None:  # of the unit whose own forward runs again
+            elif (module := self._units.get(recomputing() or "")) is None:  # of the recomputed unit
                 module = self._module_of(node)
             self.accumulating = False
             self._claim(module)

@@ -168,7 +168,7 @@ def _int8_product(argument: Argument) -> tuple[TensorLayout, TensorLayout]:
 
 
 DEPENDS_ON_VALUES = frozenset({"_ctc_loss"})
-"""Operators whose layouts must be found anew for every call."""
+"""Operators whose layouts must be inferred for every call."""
 
 _CORRECTIONS: dict[str, Callable[[Any, Argument], Any]] = {
     "native_layer_norm": _norm_statistics,
@@ -223,7 +223,7 @@ class Shapes:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def infer(self, func: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-        """The outcome of a call. Never raises: what could not be inferred is said in ``problem``."""
+        """The outcome of a call. Never raises: ``problem`` says what could not be inferred."""
         argument = operator.arguments(args, kwargs)
         rule = _REPLACEMENTS.get(operator.base)
         if rule is not None:

@@ -42,7 +42,7 @@ class StorageLog:
         self._died = self._on_death
 
     def restart(self) -> None:
-        """Forget what is dead and number the living anew, as alive before op 0."""
+        """Forget dead storages and renumber the living ones, as alive before op 0."""
         self.clock = 0
         self.bytes, self.birth, self.death = [], [], []
         for watch in self._alive.values():

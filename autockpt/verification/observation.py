@@ -85,7 +85,7 @@ def observe(
     """Run ``steps`` accumulating forwards and backwards and note all that they compute or change.
 
     Losses, random states after each forward and backward, buffers and gradients; where they change ``weights``, these.
-    Buffers, gradients and random states are put back afterwards. ``sketched``: with sketches of losses and gradients,
+    Buffers, gradients and random states are restored afterwards. ``sketched``: with sketches of losses and gradients,
     and unless ``typed`` is False with the coarsest type, which takes a hook on every module: compiled models are
     compiled anew under it.
     """
@@ -207,7 +207,7 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
 
 
 def stricter_with() -> str:
-    """The setting without which strictness may be refused, where there is a GPU and nobody has made it; else empty."""
+    """The setting without which strictness may be refused, where there is a GPU and it is not set; else empty."""
     return f"{WORKSPACE}={DETERMINISTIC}" if torch.cuda.device_count() > 0 and WORKSPACE not in os.environ else ""
 
 

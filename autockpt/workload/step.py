@@ -156,7 +156,7 @@ class Step:
             parameter.grad = None
 
     def with_batch(self, batch: Any, accumulate: int | None = None) -> Step:
-        """The same step with another batch: what ``settings`` tell of that is read anew, the rest of them stays."""
+        """The same step with another batch; ``settings`` that describe the batch are determined again."""
         settings = {name: value for name, value in self.settings.items() if name not in _OF_THE_BATCH}
         return replace(self, batch=batch, accumulate=accumulate or self.accumulate, settings=settings)
 

@@ -158,7 +158,7 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as a bias of the queries' type, made anew in every call."""
+    """A boolean mask as a bias of the queries' type, made in every call."""
     if mask is None:
         return None
     if mask.dtype is not torch.bool:

@@ -196,7 +196,6 @@ def page(bench: Bench, notes: Iterable[str] = ()) -> str:
 
 
 def _at_each_budget(bench: Bench) -> str:
-    from autockpt.measuring.statistics import judge
     from autockpt.schema import format_binary
 
     rows: list[tuple[Any, ...]] = []
