@@ -94,27 +94,14 @@ def explain_refusal(
     if request.compile is not None or not request.alternatives:
         return
     if not request.budget.is_share:
-        clock.listener.stage("look for alternatives", SORTS)
-        uniform, late = traced.uniform, partial(clock.passed, 1.0)
-        if traced.twin is not None:  # of the whole model
-            kinds = [kind for kind in ("recompute", "save") if kind in uniform]
-            uniform = uniform_graphs(traced.tracer, blocks_of(traced.tracer), kinds)
-        what_if = replace(
-            what_if_of(request, traced.uniform, prepared.environment, prepared.used_by_others),
-            head=leanest_head(traced.heads),
-            late=late,
-            listener=clock.listener,
-        )
-        chunked = traced.heads is not None and any(isinstance(c, ChunkedLoss) for c in traced.heads.graphs)
-        changes = alternatives(request, traced.tracer.settings, uniform, what_if, chunked=chunked)
-        error.alternatives = changes
+        error.alternatives = changes = _alternatives_of(prepared, clock)
         if changes and run is not None:
             run.write_outlook(outlook.model_copy(update={"changes": changes}))
         if changes:
             lines = ["What would fit, least change first, each ghost-run with one choice on all layers; simulated:"]
             note = step_note(prepared.environment, request.workload)
             error.remedy = "\n".join(filter(None, [*lines, *map(describe, changes), note]))
-        elif late():
+        elif clock.passed(1.0):
             limit = f"no longer than the time limit of {clock.timeout:g} s"
             error.remedy += f"\nWhat would fit was looked for {limit}, and not found by then."
         else:  # do not suggest what was tried in vain
@@ -132,6 +119,23 @@ def explain_refusal(
     # assumptions, or modules without a choice, may be why nothing fits
     if notes := (*traced.tracer.notes, *traced.left_out):
         error.remedy += "\n".join(["\nHow the job was counted:", *(f"• {note}" for note in notes)])
+
+
+def _alternatives_of(prepared: Prepared, clock: Clock) -> tuple[Alternative, ...]:
+    """Look for changes of a traced job that fit its budget, within the ``clock``'s time limit."""
+    request, traced, uniform = prepared.request, prepared.traced, prepared.traced.uniform
+    clock.listener.stage("look for alternatives", SORTS)
+    what_if = replace(
+        what_if_of(request, uniform, prepared.environment, prepared.used_by_others),
+        head=leanest_head(traced.heads),
+        late=partial(clock.passed, 1.0),
+        listener=clock.listener,
+    )
+    if traced.twin is not None:  # the whole model's are needed
+        kinds = [kind for kind in ("recompute", "save") if kind in uniform]
+        uniform = uniform_graphs(traced.tracer, blocks_of(traced.tracer), kinds)
+    chunked = traced.heads is not None and any(isinstance(c, ChunkedLoss) for c in traced.heads.graphs)
+    return alternatives(request, traced.tracer.settings, uniform, what_if, chunked=chunked)
 
 
 def describe(change: Alternative) -> str:
