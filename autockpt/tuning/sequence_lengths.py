@@ -112,6 +112,58 @@ def search_lengths(request: SearchRequest, listener: Listener, search: Search = 
     ``request.timeout``, of which each gets half of what is left. Raises UsageError for a batch without rows or that
     cannot be cut, InfeasibleError where the longest fits no plan, and what ``search`` raises.
     """
+    request, lengths = _prepared(request, listener)
+    spec, step = request.workload, request.step
+    outcomes, plans, longest = dict[int, SearchOutcome](), dict[int, Plan](), lengths.longest
+    clock = Clock(listener, request.timeout, request.training_steps)
+
+    def search_at(length: int, trials: int) -> None:
+        listener.note(f"batches padded to {length:,} tokens: up to {trials} candidates")
+        left = None if clock.timeout is None else max(1.0, clock.seconds_left / 2)
+        sized = {"step": shortened(step, length)} if spec is None else {"workload": resized(spec, seq_len=length)}
+        asked = request.model_copy(update={**sized, "trials": trials, "timeout": left, "plan_out": None})
+        try:
+            outcome = search(asked, listener)
+        except TimeLimitReached:
+            if not plans:
+                raise
+            return
+        clock.limit_by(row.measured for row in outcome.rows)
+        if outcome.plan is None or outcome.interrupted:
+            raise KeyboardInterrupt
+        outcomes[length], plans[length] = outcome, outcome.plan
+
+    search_at(longest, max(FEWEST, request.trials // 2))
+    rows = plans[longest].settings.get("batch_size")
+    if not isinstance(rows, int):
+        raise UsageError("these batches have no rows of tokens", remedy="Search without lengths.")
+    shares = lengths.batches(rows)
+    expected = Expected(shares, plans)
+    if not _saves(plans[longest]) and len(shares) > 1 and not clock.passed(1 - LAST):
+        share = max(FEWEST, request.trials // (2 * MOST_SETS))
+        search_at(min(sorted(set(shares) - {longest}), key=lambda n: abs(n - longest / 2)), share)
+        for length in expected.best(shares):
+            if length not in plans and not clock.passed(1 - LAST):
+                search_at(length, share)
+    found = outcomes[longest]
+    plan, path, gains = plans[longest], found.plan_path, [_single_set_note(expected)]
+    if len(bounds := expected.best(plans)) > 1:
+        plan, gains = _with_sets(expected, bounds, lengths, rows)
+        if found.run_directory is not None:
+            path = RunDirectory.open(found.run_directory).write_plan(plan)
+    notes = list(found.notes)
+    if len(outcomes) > 1:
+        spent, took = sum(outcome.measured_trials for outcome in outcomes.values()), words.seconds(clock.elapsed)
+        notes.append(f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.")
+    update = {"plan": plan, "plan_path": path, "notes": (*notes, *gains)}
+    return save_plan_copy(request, found.model_copy(update=update))
+
+
+def _prepared(request: SearchRequest, listener: Listener) -> tuple[SearchRequest, Lengths]:
+    """The request with the choices that several sets may have, and its lengths, cut to the longest of the job.
+
+    Raises UsageError for requests that have no lengths.
+    """
     spec, step, lengths = request.workload, request.step, request.lengths
     assert lengths is not None
     if not request.others_wait:
@@ -131,49 +183,7 @@ def search_lengths(request: SearchRequest, listener: Listener, search: Search = 
     if compiled and (moving := [kind for kind in request.space.choices if kind in MOVING]):  # refused in several sets
         listener.note(f"layers are compiled, so sets by length leave out {' and '.join(moving)}")
         request = request.model_copy(update={"space": request.space.without(moving)})
-    outcomes, plans, longest = dict[int, SearchOutcome](), dict[int, Plan](), lengths.longest
-    clock = Clock(listener, request.timeout, request.training_steps)
-
-    def look(length: int, trials: int) -> None:
-        listener.note(f"batches padded to {length:,} tokens: up to {trials} candidates")
-        left = None if clock.timeout is None else max(1.0, clock.seconds_left / 2)
-        sized = {"step": shortened(step, length)} if spec is None else {"workload": resized(spec, seq_len=length)}
-        asked = request.model_copy(update={**sized, "trials": trials, "timeout": left, "plan_out": None})
-        try:
-            outcome = search(asked, listener)
-        except TimeLimitReached:
-            if not plans:
-                raise
-            return
-        clock.limit_by(row.measured for row in outcome.rows)
-        if outcome.plan is None or outcome.interrupted:
-            raise KeyboardInterrupt
-        outcomes[length], plans[length] = outcome, outcome.plan
-
-    look(longest, max(FEWEST, request.trials // 2))
-    rows = plans[longest].settings.get("batch_size")
-    if not isinstance(rows, int):
-        raise UsageError("these batches have no rows of tokens", remedy="Search without lengths.")
-    shares = lengths.batches(rows)
-    expected = Expected(shares, plans)
-    if not _saves(plans[longest]) and len(shares) > 1 and not clock.passed(1 - LAST):
-        share = max(FEWEST, request.trials // (2 * MOST_SETS))
-        look(min(sorted(set(shares) - {longest}), key=lambda n: abs(n - longest / 2)), share)
-        for length in expected.best(shares):
-            if length not in plans and not clock.passed(1 - LAST):
-                look(length, share)
-    found = outcomes[longest]
-    plan, path, gains = plans[longest], found.plan_path, [_one(expected)]
-    if len(bounds := expected.best(plans)) > 1:
-        plan, gains = _with_sets(expected, bounds, lengths, rows)
-        if found.run_directory is not None:
-            path = RunDirectory.open(found.run_directory).write_plan(plan)
-    notes = list(found.notes)
-    if len(outcomes) > 1:
-        spent, took = sum(outcome.measured_trials for outcome in outcomes.values()), words.seconds(clock.elapsed)
-        notes.append(f"The trials listed are those of the longest; {spent} of {len(outcomes)} lengths, in {took}.")
-    update = {"plan": plan, "plan_path": path, "notes": (*notes, *gains)}
-    return save_plan_copy(request, found.model_copy(update=update))
+    return request, lengths
 
 
 def _with_sets(expected: Expected, bounds: Sequence[int], lengths: Lengths, rows: int) -> tuple[Plan, list[str]]:
@@ -202,7 +212,7 @@ def _with_sets(expected: Expected, bounds: Sequence[int], lengths: Lengths, rows
     return combined.model_copy(update={"notes": (*combined.notes, *notes)}), notes
 
 
-def _one(expected: Expected) -> str:
+def _single_set_note(expected: Expected) -> str:
     longest = max(expected.shares)
     if _saves(expected.plans[longest]):
         return "Saving everything fits the longest batch, so lengths do not matter."
