@@ -191,7 +191,7 @@ class SolverProposer(Proposer):
         most = MOST_REPEATS if measures else SIMULATED_REPEATS
         # in a simulation progress counts ghost runs
         with self.cost_model.predictor.watched(Silence() if measures else self.clock.listener):
-            for candidate in self._first():
+            for candidate in self._first_candidates():
                 if self.trials.find(candidate.choices) is None and not loop.used_up():
                     yield candidate
             one_late = not self.trials.spent
@@ -207,24 +207,24 @@ class SolverProposer(Proposer):
                     tried, repeats = tried + 1, 0
                     if tried in REFITS:
                         self._refit_due = True
-                self._tell(number, self.trials.find(candidate.choices))
-            last = self._last()
+                self._report(number, self.trials.find(candidate.choices))
+            last = self._last_candidates()
             while not loop.late and (candidate := next(last, None)) is not None:
                 yield candidate
 
-    def _first(self) -> Iterator[Candidate]:
+    def _first_candidates(self) -> Iterator[Candidate]:
         """The plans to start from and simple plans; then the sampler's first points are set."""
         for name, choices in self.seeds.items():
             fits = self._predict(choices).peak_bytes <= self._budget.bytes
             yield self._candidate(choices, name, "seed", fits=fits)
         if self.target.scoring.measures:  # measured steps correct the costs
-            yield from self._simple()
-        seeds = self._seeds()
-        if not any(point.get(HIDDEN_COPIES) for point in seeds):  # then the sampler need not try it either
+            yield from self._simple_candidates()
+        points = self._first_points()
+        if not any(point.get(HIDDEN_COPIES) for point in points):  # then the sampler need not try it either
             self.study.leave_out(HIDDEN_COPIES)
-        self.study.enqueue(seeds)
+        self.study.enqueue(points)
 
-    def _simple(self) -> list[Candidate]:
+    def _simple_candidates(self) -> list[Candidate]:
         """Split plans, as people write them by hand: the best for each kind of choice and saving, and the best of all.
 
         Plans that are predicted to be slow are left out.
@@ -236,15 +236,15 @@ class SolverProposer(Proposer):
         slow = not self.target.scoring.measures or self._affordable(calls) < calls
         if not slow:  # a ghost run for every kind of choice is affordable
             accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
-        found = [self._two_runs(problem, pair) for pair in accepted]
+        found = [self._split_plan(problem, pair) for pair in accepted]
         plans = sorted((plan for plan in found if plan is not None), key=lambda plan: plan.seconds)
         near = [p for p in plans if p.seconds <= plans[0].seconds + SIMPLE_WORTH * abs(problem.base_seconds)]
-        return [self._of_solver(plan) for plan in near[:MOST_SIMPLE]]
+        return [self._solver_candidate(plan) for plan in near[:MOST_SIMPLE]]
 
-    def _last(self) -> Iterator[Candidate]:
+    def _last_candidates(self) -> Iterator[Candidate]:
         """Simple plans, unless they were tried at first; then leaner and split plans as fast as the best."""
         if not self.target.scoring.measures:
-            yield from self._simple()
+            yield from self._simple_candidates()
         best = self.trials.best
         if best is None:
             return
@@ -257,19 +257,19 @@ class SolverProposer(Proposer):
         lean = leanest(problem, most)
         budgets = [problem.budget_bytes]
         if lean is not None:
-            yield self._of_solver(lean)
+            yield self._solver_candidate(lean)
             budgets.append(min(problem.budget_bytes, lean.peak + int(AS_LEAN * problem.budget_bytes)))
         for budget_bytes in budgets:
             within = problem.model_copy(update={"budget_bytes": budget_bytes})
-            plan = self._two_runs(within)
+            plan = self._split_plan(within)
             if plan is not None and plan.seconds <= most:
-                yield self._of_solver(plan)
+                yield self._solver_candidate(plan)
 
-    def _two_runs(self, problem: Problem, accept: Accept = lambda *_: True) -> Assignment | None:
+    def _split_plan(self, problem: Problem, accept: Accept = lambda *_: True) -> Assignment | None:
         """The fastest split plan whose ghost run fits."""
         return refine_split(problem, self._check, accept, max_calls=self._affordable(SIMPLE_CALLS))
 
-    def _of_solver(self, plan: Assignment) -> Candidate:
+    def _solver_candidate(self, plan: Assignment) -> Candidate:
         """A plan that no sampler asked for, named by its groups of layers where they are few."""
         choices = self.cost_model.plan(plan.choices)
         runs = [(choice.kind, len(list(run))) for choice, run in groupby(choices.values())]
@@ -289,14 +289,14 @@ class SolverProposer(Proposer):
     def _propose(self) -> tuple[int, Candidate]:
         """The plan at the sampler's next point, and its number there."""
         if self._refit_due:
-            self.study.enqueue(self._seeds())
+            self.study.enqueue(self._first_points())
             self._refit_due = False
         number, parameters = self.study.ask()
         choices, fits = self._solved(parameters, self.target.scoring.checks)
         candidate = self._candidate(self.cost_model.plan(choices), f"{KNOBS} #{number}", KNOBS, fits=fits)
         return number, replace(candidate, parameters=parameters)
 
-    def _tell(self, number: int, trial: Trial | None) -> None:
+    def _report(self, number: int, trial: Trial | None) -> None:
         """Report a trial to the sampler: measured where there is a measurement, predicted where it did not fit."""
         reading = trial and (trial.measured or trial.predicted)
         if trial is None or reading is None or reading.step_seconds is None:
@@ -311,11 +311,11 @@ class SolverProposer(Proposer):
         tried = [t for t in self.trials.all if t.encoding == KNOBS]
         if not self.target.scoring.measures and (any(t.feasible for t in tried) or len(tried) >= MOST_MISSES):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
-        if self.target.scoring.measures and (self._beaten() or self._found()):
+        if self.target.scoring.measures and (self._optimum_is_beaten() or self._optimum_was_tried()):
             return "with costs corrected by these trials no plan can be faster than the best by more than the noise"
         return ""
 
-    def _beaten(self) -> bool:
+    def _optimum_is_beaten(self) -> bool:
         """Whether the best trial is faster than the solver's optimum at fitted costs, less the largest error seen."""
         best = self.trials.best
         candidates = [t for t in self.trials.scored if t.encoding not in ("baseline", SOLVER)]
@@ -329,7 +329,7 @@ class SolverProposer(Proposer):
         noise = best.measured.noise if best.measured is not None else 0.0
         return best.score_seconds * (1 - noise) <= bound
 
-    def _found(self) -> bool:
+    def _optimum_was_tried(self) -> bool:
         """Whether the solver's plan at fitted costs, or one as fast, was tried and was as fast as predicted.
 
         Not while copies may hide behind more compute than the coefficients say.
@@ -399,7 +399,7 @@ class SolverProposer(Proposer):
         fits_host = problem.host_budget is None or found.checked.host_bytes <= problem.host_budget
         return found.choices, fits_host and found.checked.peak_bytes <= problem.budget_bytes + free
 
-    def _seeds(self) -> list[Parameters]:
+    def _first_points(self) -> list[Parameters]:
         """The sampler's first points: the costs as they are, with several margins; before these the point with all
         copies hidden that the link has time for, where its plan is predicted to be faster.
 
@@ -411,9 +411,9 @@ class SolverProposer(Proposer):
         if HIDDEN_COPIES not in neutral or self._affordable(HIDING_CALLS) <= 1:
             return plain
         hidden = {**plain[0], HIDDEN_COPIES: 1.0}
-        return [hidden, *plain] if self._simulated(hidden) < self._simulated(plain[0]) else plain
+        return [hidden, *plain] if self._simulated_seconds(hidden) < self._simulated_seconds(plain[0]) else plain
 
-    def _simulated(self, parameters: Parameters) -> float:
+    def _simulated_seconds(self, parameters: Parameters) -> float:
         """Simulated step seconds of the solver's plan with these knobs; infinite if no plan fits."""
         choices, fits = self._solved(parameters, HIDING_CALLS)
         seconds = self._predict(choices).step_seconds
