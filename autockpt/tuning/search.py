@@ -81,6 +81,7 @@ def _on_all_ranks(request: SearchRequest, listener: Listener) -> SearchOutcome:
 
 
 def _cached_or_searched(request: SearchRequest, listener: Listener, measurer: Measurer | None = None) -> SearchOutcome:
+    """Answer from the record, or search."""
     with ExitStack() as stack:
         outcome = _cached_outcome(request) or _search(stack, request, listener, measurer)
     return save_plan_copy(request, outcome)
@@ -89,6 +90,7 @@ def _cached_or_searched(request: SearchRequest, listener: Listener, measurer: Me
 def _search(
     stack: ExitStack, request: SearchRequest, listener: Listener, measurer: Measurer | None = None
 ) -> SearchOutcome:
+    """Search from the target to the outcome; ``stack`` closes what is opened on the way."""
     if request.measures:  # on several ranks the first one's device stands for all of them
         stack.enter_context(device_lock(device_of(request), listener.note, wait=request.wait))
     clock = Clock(listener, request.timeout, request.training_steps)

@@ -34,7 +34,7 @@ def by_hand(problem: Problem) -> list[tuple[float, int]]:
 
 
 @given(small_problems())
-def test_the_fastest_plan_in_two_runs_is_found(problem: Problem) -> None:
+def test_the_fastest_split_plan_is_found(problem: Problem) -> None:
     plans, known = split_plans(problem), by_hand(problem)
     assert bool(plans) == bool(known)
     for plan in plans:

@@ -234,7 +234,7 @@ def test_saving_everything_is_timed_in_the_winners_rounds() -> None:
         assert row.step_seconds / ours.step_seconds == pytest.approx(in_turns.value, rel=0.03)
 
 
-def test_well_known_plans_follow_the_machines_drift() -> None:
+def test_baselines_follow_the_machines_drift() -> None:
     class Slower(MadeUpDevice):
         def compare(self, *args: Any, **more: Any) -> dict[str, list[float]]:
             return {name: [2 * t for t in times] for name, times in super().compare(*args, **more).items()}
@@ -376,7 +376,7 @@ def test_a_plan_that_was_measured_for_the_profile_is_not_measured_again() -> Non
     assert device.measured == [plan]
 
 
-def test_well_known_plans_that_are_no_rivals_are_measured_briefly() -> None:
+def test_baselines_that_are_no_rivals_are_measured_briefly() -> None:
     device = MadeUpDevice(8)
     found = search(device, "50%act")
     rows = {t.name: t for t in found.trials.all if t.encoding == "baseline" and t.measured and t.predicted}

@@ -50,7 +50,7 @@ def of_live(**more: Any) -> SearchRequest:
 
 
 LENGTHS = Lengths(counts={16: 1, 8: 1})
-DOORS: dict[str, Callable[[Path], object]] = {
+CALLERS: dict[str, Callable[[Path], object]] = {
     "described": lambda out: run_search(described(out), Untouched()),
     "simulated": lambda out: run_search(described(out, hardware=load_hardware("rtx4090")), Untouched()),
     "compiled": lambda out: run_search(described(out, compile="layers"), Untouched()),
@@ -63,8 +63,8 @@ DOORS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_one_of_many_processes_starts_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str) -> None:
+@pytest.mark.parametrize("caller", CALLERS)
+def test_one_of_many_processes_starts_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caller: str) -> None:
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
@@ -72,7 +72,7 @@ def test_one_of_many_processes_starts_no_other(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("WORLD_SIZE", "2")
     before = children()
     with raises(UsageError) as caught:
-        DOORS[door](tmp_path / "runs")
+        CALLERS[caller](tmp_path / "runs")
     assert "torchrun" in caught.value.remedy and children() == before and not (tmp_path / "runs").exists()
 
 
