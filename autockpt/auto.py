@@ -1,11 +1,11 @@
-"""``import autockpt.auto``, with ``AUTOCKPT_PLAN=plan.yaml`` or ``AUTOCKPT_BUDGET=24GB``: for any script, unchanged.
+"""``import autockpt.auto``, with ``AUTOCKPT_PLAN=plan.yaml`` or ``AUTOCKPT_BUDGET=24GB``: one line for any script.
 
 With a plan, the first model that fits it and is called to be trained gets it, right before that call; the line may
 stand anywhere before training. What was attached, or at exit that nothing was and why, is printed on stderr.
 
 With a budget, every Trainer of transformers (TRL's too) that is made afterwards gets ``AutockptCallback(budget=…)``,
 which searches as training starts. Other loops do not show their loss and optimizer before their first step: there
-nothing happens, which is said at exit with what to do instead.
+nothing happens, and a line at exit says what to do instead.
 
 This is the one module with an effect on import. It exchanges ``torch.nn.Module.__call__`` until a model is found: hooks
 come too late, for a call has looked up the model's forward before it runs them.

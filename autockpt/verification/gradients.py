@@ -1,4 +1,4 @@
-"""Comparing what a plan's steps leave behind with what plain training's do: bit by bit."""
+"""Compare losses, gradients, buffers and random states after steps under a plan with plain training's, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths of the sequences that a training will see, and the user's batch as one of shorter sequences."""
+"""Read the sequence lengths of a training from data or text, and cut a live batch to shorter sequences."""
 
 from __future__ import annotations
 

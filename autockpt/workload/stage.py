@@ -1,4 +1,4 @@
-"""The micro-batches of one stage of a pipeline, run alone with as many in flight as the schedule keeps there.
+"""Run the micro-batches of one stage of a pipeline alone, with as many in flight as its schedule has.
 
 What the stage holds besides their activations is what ``torch.distributed.pipelining`` holds: a buffer for everything
 that the stage receives, inputs and gradients of every micro-batch of the step; the gradients on their way to the stage

@@ -1,8 +1,8 @@
-"""Units: repeated blocks or modules by name, and the attention and MLP in each, from the module tree alone.
+"""Find the units of a model, which choices are made for: repeated blocks, or modules by name; from the module tree
+alone.
 
-Attention and MLP are known by the names that model code gives them. Two units are the same where everything in them is
-that decides what their ops cost. Names and modules are without what wrappers add, so that one plan fits a model however
-it is wrapped.
+The attention and MLP inside a block are recognised by their names. Units are of one kind if everything that decides the
+costs of their ops is equal. Names are without the prefixes of wrappers, so that a plan fits the model however wrapped.
 """
 
 from __future__ import annotations
