@@ -29,6 +29,7 @@ from autockpt.schema.trial import Alternative
 from autockpt.shipped import list_hardware, load_hardware
 from autockpt.tracing import Tracer
 from autockpt.tuning import run_search
+from autockpt.workload.step import DTYPES
 
 STAGES: dict[Stage, str] = {
     "loading": "while the model was loaded",
@@ -90,7 +91,8 @@ def diagnose(
     notes = tuple(_notes(log, spec))
     if spec is not None and log.failure is not None:
         try:
-            budget_bytes, card, more = room_of(log.failure, hardware)
+            computes_in = str(DTYPES[spec.autocast or spec.dtype or "bf16"]).removeprefix("torch.")
+            budget_bytes, card, more = room_of(log.failure, hardware, computes_in)
             notes += more
             found = _suggested(spec, budget_bytes, card, log.failure.others or 0, plan_out, listener or Silence())
         except (WorkloadError, TracingError) as error:
@@ -145,7 +147,8 @@ def _notes(log: LogReading, spec: WorkloadSpec | None) -> Iterator[str]:
     if len(log.ranks) > 1 and log.failure is not None:
         yield f"Ranks {', '.join(map(str, log.ranks[:16]))} ran out of memory; rank {log.failure.rank} is looked at."
     if spec is None:
-        yield "No model was named, so no plan is suggested: add --model, and --batch-size, --seq-len, …"
+        if not log.host:
+            yield "No model was named, so no plan is suggested: add --model, and --batch-size, --seq-len, …"
     elif log.world is not None and log.world > 1 and spec.shard is None and spec.ddp is None:
         yield (
             f"The run had {log.world} ranks, the job that was described has one: add `shard: {log.world}` (FSDP, ZeRO) "
@@ -170,7 +173,8 @@ def _suggested(
             ", so by itself it fits. The run differed: longer sequences or larger batches, evaluation, tensors kept "
             "from step to step (a loss added up without .item()), or memory that others hold on the device."
         )
-    terms = f"For {room} of a device with {format_binary(hardware.memory_bytes)}"
+    terms = f"For {room} of " if others else "For "
+    terms += f"a device with {format_binary(hardware.memory_bytes)}"
     terms += f", {format_binary(others)} of which are held by others" if others else ""
     terms += f"; the context takes {format_binary(hardware.context_bytes)} of it."
     found: dict[str, Any] = {"holdings": held.holdings(), "agreement": agreement, "terms": terms}
@@ -188,9 +192,12 @@ def _suggested(
         return found | {"refusal": f"{error.message}\n{error.remedy}", "alternatives": error.alternatives}
 
 
-def room_of(failure: DeviceFailure, given: Hardware | None) -> tuple[int, Hardware, tuple[str, ...]]:
+def room_of(
+    failure: DeviceFailure, given: Hardware | None, computes_in: str = "float32"
+) -> tuple[int, Hardware, tuple[str, ...]]:
     """The bytes that a plan may use, the device with the figures that were reported, and remarks.
 
+    A device that neither is ``given`` nor named in the log must have a rate for the type that the job ``computes_in``.
     Raises UsageError where neither the log nor the option says what the device has.
     """
     capacity = failure.capacity or (given.memory_bytes if given is not None else None)
@@ -199,7 +206,7 @@ def room_of(failure: DeviceFailure, given: Hardware | None) -> tuple[int, Hardwa
             "how much memory the device has is not known: neither the log nor an option says so",
             remedy="Add --hardware with its name (rtx4090, h100, …).",
         )
-    hardware, notes = (given, ()) if given is not None else _nearest(capacity, failure.backend)
+    hardware, notes = (given, ()) if given is not None else _nearest(capacity, failure.backend, computes_in)
     overhead = min(hardware.context_bytes, capacity // 2)
     if failure.overhead is not None and failure.overhead >= _LEAST_CONTEXT:
         overhead = min(failure.overhead, capacity - 1)
@@ -214,10 +221,10 @@ def room_of(failure: DeviceFailure, given: Hardware | None) -> tuple[int, Hardwa
     return available, hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead}), notes
 
 
-def _nearest(capacity: int, backend: str) -> tuple[Hardware, tuple[str, ...]]:
+def _nearest(capacity: int, backend: str, computes_in: str) -> tuple[Hardware, tuple[str, ...]]:
     """The described device whose memory comes nearest, of several the newest; and that this is a guess."""
     kind = {"hip": "rocm", "mps": "mps"}.get(backend, "cuda")
-    known = [h for name in list_hardware() if (h := load_hardware(name)).kind == kind]
+    known = [h for h in map(load_hardware, list_hardware()) if h.kind == kind and computes_in in h.matrix_flops]
     found = min(known, key=lambda h: (abs(h.memory_bytes - capacity), [-x for x in h.capability or ()], -h.bandwidth))
     text = f"The log does not name the device: kernels and seconds are those of {found.name}, whose memory of "
     return found, (f"{text}{format_binary(found.memory_bytes)} is nearest; --hardware NAME names yours.",)

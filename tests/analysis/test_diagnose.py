@@ -83,10 +83,10 @@ def test_segments_are_to_expand_where_that_would_help(text: str, helps: bool) ->
     assert any("expandable_segments" in line for line in advice_of(read_text(text))) == helps
 
 
-def room(text: str, hardware: Hardware | None = None) -> tuple[int, Hardware, tuple[str, ...]]:
+def room(text: str, hardware: Hardware | None = None, **how: str) -> tuple[int, Hardware, tuple[str, ...]]:
     failure = read_text(text).failure
     assert failure is not None
-    return room_of(failure, hardware)
+    return room_of(failure, hardware, **how)
 
 
 def test_the_device_is_the_one_of_the_message() -> None:
@@ -95,6 +95,15 @@ def test_the_device_is_the_one_of_the_message() -> None:
     assert hardware.context_bytes == round(22.41 * GIB) - round(21.40 * GIB) - round(560.10 * MIB)
     assert hardware.name == "rtx4090"
     assert "nearest" in notes[0] and "rtx4090" in notes[0]
+
+
+def test_the_nearest_device_computes_in_the_type_of_the_job() -> None:
+    names = [room(message(capacity="15.56 GiB"), computes_in=kind)[1].name for kind in ("float16", "bfloat16")]
+    assert names[0] == "t4" != names[1]
+
+
+def test_a_host_without_memory_needs_no_model() -> None:
+    assert not diagnose(read_text("/bin/bash: line 1: 12345 Killed                  python train.py\n")).notes
 
 
 def test_what_others_hold_is_not_there_for_a_plan() -> None:
