@@ -47,8 +47,9 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
         if is_bnb_available():
             importlib.import_module("peft.tuners.lora.bnb")
     asked = spec.lora if isinstance(spec.lora, dict) else {"r": spec.lora}
-    if getattr(getattr(model, "config", None), "model_type", None) not in KNOWN:
-        asked = {"target_modules": "all-linear"} | asked
+    # by name, as PEFT's conversion for transformers 5 loses those of Mixtral that it chooses itself
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    asked = {"target_modules": KNOWN.get(kind, "all-linear")} | asked
     try:
         with warnings.catch_warnings(action="ignore"):  # between PEFT and transformers, nothing a user can act on
             adapted: Any = get_peft_model(model, LoraConfig(**asked))  # type: ignore[arg-type]

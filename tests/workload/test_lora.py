@@ -23,6 +23,7 @@ def adapted(model: nn.Module) -> set[str]:
         ("gpt2-tiny", {"c_attn"}),
         ("t5-tiny", {"q", "v"}),
         ("bert-tiny", {"query", "value"}),
+        ("mixtral-tiny", {"q_proj", "v_proj"}),
     ],
 )
 def test_pefts_defaults_by_model_type(name: str, expected: set[str]) -> None:
