@@ -68,6 +68,8 @@ def _fill_caches() -> None:
 
 def _fork_with_full_caches(*arguments: Any) -> GhostProcess:
     _fill_caches()
+    gc.collect()
+    gc.freeze()
     return _fork(*arguments)
 
 

@@ -3,6 +3,8 @@
 State outside the unit's own modules is not promised.
 """
 
+import functools
+
 import pytest
 from torch import Tensor
 
@@ -15,15 +17,17 @@ from tests.policies.zoo import assert_equal, on
 pytestmark = pytest.mark.slow
 
 
+@functools.cache
+def trained(name: str, chosen: Choice | None = None) -> dict[str, Tensor]:
+    with attach(model := PROGRAMS[name](), on(("units.0", "units.1"), chosen)):
+        return steps(model)
+
+
 @pytest.mark.parametrize("choice", [RECOMPUTE, Selective(), Segment(size=2), Remake(), OFFLOAD], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_odd_programs_are_right_or_refused(name: str, choice: Choice) -> None:
-    def trained(chosen: Choice | None) -> dict[str, Tensor]:
-        with attach(model := PROGRAMS[name](), on(("units.0", "units.1"), chosen)):
-            return steps(model)
-
-    wanted = trained(None)
+    wanted = trained(name)
     try:
-        assert_equal(trained(choice), wanted)
+        assert_equal(trained(name, choice), wanted)
     except AutockptError as error:
         assert "units." in str(error) and name not in [change.__name__ for change in RESTORED]

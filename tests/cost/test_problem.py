@@ -76,11 +76,9 @@ def test_prices_are_the_tuners_knobs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "accumulate", "in_flight"), [("llama-tiny", 1, None), ("gpt2-tiny", 2, None), ("gpt2-tiny", 5, 3)]
-)
+@pytest.mark.parametrize(("model", "accumulate", "in_flight"), [("llama-tiny", 1, None), ("gpt2-tiny", 5, 3)])
 def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, accumulate: int, in_flight: int | None):
-    """Saving everything to the byte, ten mixed plans within 1 %, and refined plans that fit."""
+    """Saving everything to the byte, mixed plans within 1 %, and refined plans that fit."""
     rng = random.Random(1)
     trained = build(WorkloadSpec(model=model, batch_size=2, accumulate=accumulate))
     with Tracer.from_step(replace(trained, in_flight=in_flight)) as tracer:
@@ -96,7 +94,7 @@ def test_linear_peaks_of_real_models_agree_with_their_ghost_runs(model: str, acc
         problem = build_problem(base, build_menus(base, variants, constant), base.peak_bytes)
         assert peak_of(problem, dict.fromkeys(names, SAVE)) == base.peak_bytes
         leanest = base.peak_bytes
-        for _ in range(10):
+        for _ in range(5):
             choices = {name: rng.choice(CHOICES) for name in names}
             graph = tracer.trace(choices)
             leanest = min(leanest, graph.peak_bytes)

@@ -13,7 +13,7 @@ from tests.solvers.problems import brute_force, check_exact, equal_units, small_
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(small_problems())
 def test_agrees_with_brute_force(problem):
     check_exact(problem, exact(problem))

@@ -46,7 +46,7 @@ def plans(problem: Problem) -> list[dict[str, Choice]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(bounded(), st.sampled_from([(64, 4096, 65536), (1, 2, 65536), (2, 3, 65536)]), st.sampled_from([1, 2, 8]))
 def test_agrees_with_brute_force(problem: Problem, widths: tuple[int, ...], levels: int) -> None:
     module = sys.modules["autockpt.solvers.exact"]

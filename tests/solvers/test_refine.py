@@ -36,7 +36,7 @@ def check_locally_best(problem: Problem, check: Checker, choices) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(small_problems(), st.data())
 def test_with_errors_per_point_it_finds_the_true_optimum(problem, data):
     offsets = data.draw(st.lists(st.integers(-30, 30), min_size=len(problem.points), max_size=len(problem.points)))

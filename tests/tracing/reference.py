@@ -49,6 +49,7 @@ class Real:
             for _ in range(2):  # a unit's first two calls look closely at its state
                 workload.cycle()
             gc.collect()
+            gc.freeze()
             with _Watcher() as watcher:
                 workload.cycle()
             self.ops = watcher.ops

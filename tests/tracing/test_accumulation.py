@@ -9,19 +9,18 @@ from autockpt.schema import WorkloadSpec
 from autockpt.shipped import load_hardware
 from autockpt.tracing import traced_run
 from tests.tracing.reference import ghosts
+from tests.tuning.small import TWO_LAYERS
 
 CARD = load_hardware("rtx4090")
-PLANS = ("save", "recompute", "offload", "recompute_offload")
-SOME = ("recompute", "offload")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plans", "settings"),
     [
-        ("llama-tiny", PLANS, {"dtype": "bf16", "lora": 4}),
-        ("gpt2-tiny", SOME, {"autocast": "bf16"}),
-        ("mixtral-tiny", SOME, {}),
+        (TWO_LAYERS, ("save", "offload", "recompute_offload"), {"dtype": "bf16", "lora": 4}),
+        ("gpt2-tiny", ("offload",), {"autocast": "bf16"}),
+        ("mixtral-tiny", ("recompute",), {}),
     ],
 )
 def test_two_micro_batches_tell_what_five_would(

@@ -17,6 +17,7 @@ from tests.errors import raises
 from tests.measuring.sharded_models import LAYERS, step_of
 from tests.runtime.processes import in_processes, needs_gloo
 from tests.tracing.reference import ghosts
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = [pytest.mark.slow, needs_gloo]
 ALL = {f"layers.{i}": RECOMPUTE for i in range(LAYERS)}
@@ -90,7 +91,7 @@ def test_recomputing_stops_before_a_layers_last_reduction() -> None:
     assert recompute.peak_bytes < save.peak_bytes
 
 
-@pytest.mark.parametrize("model", ["llama-tiny", "gemma3-tiny"])  # whose head is the embedding
+@pytest.mark.parametrize("model", [TWO_LAYERS, "gemma3-tiny"])  # whose head is the embedding
 def test_transformers_own_plan_divides_layers_embedding_and_head(model: str) -> None:
     whole, one = described(None, model, "cuda")[0], described("tp2", model, "cuda")[0]
     assert collectives(one)["all_reduce"] > 0
@@ -124,6 +125,6 @@ def test_a_step_in_ddp_is_that_of_the_model_inside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shard", ["2", "tp2"])
 def test_a_stage_of_a_pipeline_may_be_sharded(shard: str) -> None:
-    whole = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64, accumulate=2, stage="0/2")
+    whole = WorkloadSpec(model=TWO_LAYERS, batch_size=2, seq_len=64, accumulate=2, stage="0/2")
     (one,), (of_both,) = map(ghosts, (whole, whole.model_copy(update={"shard": shard})))
     assert of_both.peak_bytes < one.peak_bytes

@@ -11,18 +11,25 @@ from autockpt.schema import Choice, WorkloadSpec, parse_choice
 from autockpt.tracing import Tracer, pool
 from autockpt.tracing.process import can_fork
 from tests.tracing.reference import uniform
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="further processes are forked")
-SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32, optimizer="none")
+SPEC = WorkloadSpec(model=TWO_LAYERS, batch_size=2, seq_len=32, optimizer="none")
 KINDS = ("save", "recompute", "selective", "remake", "offload")
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Tracer]:
+    with Tracer.from_spec(SPEC) as tracer:
+        yield tracer
+
+
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tracer, Tracer]]:
+def pair(monkeypatch: pytest.MonkeyPatch, alone: Tracer) -> Iterator[tuple[Tracer, Tracer]]:
     """One that has further processes, and one that asks its own for plan after plan."""
     monkeypatch.setattr(pool, "WORTH", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    with Tracer.from_spec(SPEC) as several, Tracer.from_spec(SPEC) as alone:
+    with Tracer.from_spec(SPEC) as several:
         yield several, alone
 
 

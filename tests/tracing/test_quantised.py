@@ -9,6 +9,7 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer
 from autockpt.workload import build
 from tests.tracing.reference import Real, ghosts, ops_of, same_names, uniform
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ BASES: dict[str, dict[str, Any]] = {
 
 def spec(**options: Any) -> WorkloadSpec:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    return WorkloadSpec(**({"model": "llama-tiny", "lora": 4, "batch_size": 2, "seq_len": 128} | options))
+    return WorkloadSpec(**({"model": TWO_LAYERS, "lora": 4, "batch_size": 2, "seq_len": 32} | options))
 
 
 @pytest.mark.parametrize("options", BASES.values(), ids=BASES)

@@ -2,13 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from autockpt.tracing.kernels.timeline import bytes_timeline
 from autockpt.tracing.process import can_fork
 from autockpt.tracing.tracer import in_this_process
 from autockpt.workload import Step, build
-from tests.children import children, is_gone
+from tests.children import Say, children, forked, is_gone
 from tests.tracing.reference import Real, mlp, record
 
 pytestmark = pytest.mark.slow
@@ -262,14 +260,9 @@ def test_an_interrupt_leaves_no_child_behind() -> None:
 
 @pytest.mark.skipif(not can_fork(), reason="needs a forked child")
 def test_the_child_ends_with_its_parent() -> None:
-    program = (
-        "import os, signal, torch\n"
-        "from tests.tracing.test_tracer import workload\n"
-        "from autockpt.tracing import Tracer\n"
-        "tracer = Tracer.from_step(workload())\n"
-        "print(tracer._backend._processes[0].child.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    root = Path(__file__).parents[2]
-    child = int(subprocess.run([sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, check=False).stdout)
-    assert is_gone(child)
+    def parent(say: Say) -> None:
+        tracer = Tracer.from_step(workload())
+        say(tracer._backend._processes[0].child.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert is_gone(forked(parent).receive())
