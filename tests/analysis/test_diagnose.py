@@ -10,7 +10,7 @@ from autockpt.errors import UsageError
 from autockpt.schema import Hardware, Plan, WorkloadSpec
 from autockpt.shipped import load_hardware
 from tests.analysis.logs import FORWARD, message
-from tests.tuning.small import TWO_LAYERS
+from tests.tuning.small import TWO_LAYERS, fewer_alternatives
 
 pytestmark = pytest.mark.usefixtures("few_choices")
 
@@ -53,9 +53,7 @@ def test_a_plan_for_the_very_device(plain_peak: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_where_no_plan_fits_the_alternatives_do(plain_peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autockpt.tuning.infeasible.MOST_RANKS", 1)  # each variant is a ghost run of its own
-    for family in ("lean_optimizers", "with_adapters"):
-        monkeypatch.setattr(f"autockpt.tuning.infeasible._{family}", lambda *_: iter(()))
+    fewer_alternatives(monkeypatch)
     log = crowded(plain_peak, 0.28)
     said = diagnose(log, SPEC)
     assert said.refusal and said.outcome is None and said.alternatives and log.failure and log.failure.capacity

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -26,6 +27,12 @@ def live(model: str = TWO_LAYERS, batch_size: int = 2, seq_len: int = 16) -> Ste
     """A model and its batch, which nothing describes."""
     made = build(WorkloadSpec(model=model, batch_size=batch_size, seq_len=seq_len))
     return Step(made.model, made.batch, optimizer=made.optimizer)
+
+
+def fewer_alternatives(patch: pytest.MonkeyPatch) -> None:
+    """Smaller batches, chunks and shorter sequences alone where nothing fits: each change is a ghost run of its own."""
+    for family in ("lean_optimizers", "with_adapters", "sharded"):
+        patch.setattr(f"autockpt.tuning.infeasible._{family}", lambda change: iter(()))
 
 
 def squares(out: torch.Tensor) -> torch.Tensor:

@@ -173,14 +173,14 @@ def test_a_simulated_search_names_the_most_tokens_per_second(tmp_path: Path) -> 
     space = SearchSpace().restricted(("recompute",))
     asked = request(
         tmp_path,
-        rows_per_update=4,
+        rows_per_update=2,
         hardware=load_hardware("rtx4090"),
         budget=parse_budget("600MB"),
         space=space,
         workload={"model": TWO_LAYERS, "batch_size": 1, "seq_len": 64},
     )
     answer = search_batch_sizes(asked, Silence())
-    assert answer.best.batch_size * answer.best.accumulate == 4
+    assert answer.best.batch_size * answer.best.accumulate == 2
     assert all(other.per_second <= answer.best.per_second for other in answer.others)
     alike = any(other.update_seconds <= 1.02 * answer.best.update_seconds for other in answer.others)
     assert any("cannot distinguish" in note for note in answer.notes) == alike

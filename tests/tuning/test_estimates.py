@@ -10,6 +10,7 @@ from autockpt.shipped import load_hardware
 from autockpt.tuning.estimates import remark
 from tests.errors import raises
 from tests.samples import printed
+from tests.tuning.small import TWO_LAYERS
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_rows_come_one_by_one_with_a_plan_where_one_is_needed(small_card):
 def test_what_is_said_to_be_needed_is_the_least_that_suffices(small_card):
     def row(size: int) -> Estimate:
         small_card(f"{size / 1e6}MB")
-        (found,) = autockpt.estimate("gpt2-tiny", cards=["small"], batch_sizes=[64], seq_lens=[64], lora=0)
+        (found,) = autockpt.estimate(TWO_LAYERS, cards=["small"], batch_sizes=[64], seq_lens=[64], lora=0)
         return found
 
     lean = row(500_000_000)
@@ -76,7 +77,7 @@ def test_what_does_not_grow_with_batch_and_length_says_why(row: Estimate, other:
 @pytest.mark.slow
 def test_a_base_in_four_bits_is_a_row_of_its_own():
     pytest.importorskip("bitsandbytes", reason="4 bits need bitsandbytes")
-    rows = autockpt.estimate("llama-tiny", batch_sizes=[2], seq_lens=[64], lora=2, full=False, dtype="bf16")
+    rows = autockpt.estimate(TWO_LAYERS, batch_sizes=[2], seq_lens=[64], lora=2, full=False, dtype="bf16")
     whole, quantised = rows
     assert quantised.load_in_4bit and not whole.load_in_4bit and whole.lora == quantised.lora == 2
     assert whole.fits and quantised.fits and not quantised.note

@@ -27,7 +27,7 @@ from autockpt.shipped import load_hardware
 from autockpt.tuning import run_search, search_request
 from tests.tuning import postgresql
 from tests.tuning.made_up import Watcher
-from tests.tuning.small import live, llama_in
+from tests.tuning.small import TWO_LAYERS, live, llama_in
 
 pytestmark = pytest.mark.slow
 ROOT = Path(autockpt.__file__).parent
@@ -59,7 +59,7 @@ def files_entered(search: Callable[[], Any]) -> set[str]:
 def ask(out: Path, watcher: Watcher | None = None, **more: Any) -> tuple[SearchOutcome, list[str]]:
     """The outcome, and the stages that it took."""
     space = SearchSpace().restricted(("recompute", "offload"))
-    asked = {"budget": parse_budget("60%act"), "workload": WorkloadSpec(model="llama-tiny"), "space": space}
+    asked = {"budget": parse_budget("60%act"), "workload": WorkloadSpec(model=TWO_LAYERS), "space": space}
     hardware = load_hardware("rtx4090")
     watcher = watcher or Watcher()
     request = SearchRequest.model_validate(asked | {"hardware": hardware, "trials": 2, "out": out} | more)

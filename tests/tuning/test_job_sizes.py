@@ -1,6 +1,7 @@
 """The largest batch and the longest sequence that fit, by a few ghost runs."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from autockpt.tuning.job_sizes import largest_that_fits, with_longest
 from autockpt.workload import Step
 from tests.policies.zoo import CASES
 from tests.tracing.reference import ghosts
-from tests.tuning.small import of_rows, squares
+from tests.tuning.small import TWO_LAYERS, of_rows, squares
 
 LLAMA = CASES["llama"]
-SPEC = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=64)
+SPEC = WorkloadSpec(model=TWO_LAYERS, batch_size=2, seq_len=64)
 
 
 @given(
@@ -72,6 +73,8 @@ def test_a_live_step_is_estimated_at_other_sizes(monkeypatch: pytest.MonkeyPatch
     """By plans for its own budget alone: no row shows what others would buy."""
     for module in ("tuning.outcome", "analysis.why"):
         monkeypatch.setattr(f"autockpt.{module}.look_around", None)
+    few = partial(SearchRequest, space=SearchSpace().restricted(("recompute", "offload")))
+    monkeypatch.setattr("autockpt.tuning.estimates.SearchRequest", few)
     model = LLAMA.make()
     step = Step(model, LLAMA.batch(), optimizer=torch.optim.AdamW(model.parameters()))
     small, large = estimate(step, batch_sizes=[1, 4], seq_lens=[8])

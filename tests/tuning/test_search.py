@@ -1,5 +1,6 @@
 """What a search refuses before it starts anything."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,9 @@ def test_what_the_worker_holds_is_not_another_s(tmp_path: Path, monkeypatch: pyt
         return job_sizes.what_if_of(*asked)
 
     monkeypatch.setattr(infeasible, "what_if_of", what_if_of)
-    monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity())  # here; the worker sees for itself
+    monkeypatch.setattr(infeasible, "alternatives", lambda *_, **__: ())
+    here, own = os.getpid(), CpuDevice.used_by_others  # the worker, a fork of this process, sees for itself
+    monkeypatch.setattr(CpuDevice, "used_by_others", lambda self: self.capacity() if os.getpid() == here else own(self))
     asked = {"budget": parse_budget("800KB"), "workload": WorkloadSpec(model=TWO_LAYERS, batch_size=1, seq_len=16)}
     request = SearchRequest.model_validate(asked | {"space": SearchSpace(), "out": tmp_path, "device": "cpu"})
     with raises(InfeasibleError):

@@ -115,7 +115,7 @@ def test_one_set_where_everything_fits_or_nothing_is_gained() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     st.dictionaries(st.integers(1, 1599), st.integers(1, 1000), min_size=1, max_size=30),
     st.integers(1, 1500),

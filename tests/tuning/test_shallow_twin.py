@@ -20,12 +20,19 @@ from tests.tuning.small import llama_in
 
 pytestmark = pytest.mark.slow
 
-BLOCKS = 16
+DEEP = 8
 
 
 def t5_in(folder: Path) -> str:
     """The first block of each of its two stacks holds the positions."""
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": BLOCKS // 2, "num_heads": 2}
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": depth.TWIN_BLOCKS + 1,
+        "num_heads": 2,
+    }
     transformers.T5Config(**sizes, architectures=["T5ForConditionalGeneration"]).save_pretrained(folder)
     return str(folder)
 
@@ -33,12 +40,15 @@ def t5_in(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("made_in", "lora", "blocks"),
     [
-        (partial(llama_in, vocab_size=64, num_hidden_layers=BLOCKS), 4, depth.TWIN_BLOCKS),
+        (partial(llama_in, vocab_size=64, num_hidden_layers=DEEP), 4, depth.TWIN_BLOCKS),
         (t5_in, None, 2 * depth.TWIN_BLOCKS),
     ],
     ids=["llama", "t5"],
 )
-def test_the_menus_are_those_of_the_whole_model(made_in: Any, lora: int | None, blocks: int, tmp_path: Path) -> None:
+def test_the_menus_are_those_of_the_whole_model(
+    made_in: Any, lora: int | None, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depth, "DEEP", DEEP)
     spec = WorkloadSpec(model=made_in(tmp_path), batch_size=2, seq_len=32, lora=lora)
     card, space = load_hardware("rtx4090"), SearchSpace()
     space = space.restricted(("recompute", "offload"))

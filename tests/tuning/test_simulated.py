@@ -21,7 +21,7 @@ from autockpt.tuning import run_search
 from autockpt.tuning.targets import measured
 from tests.errors import raises
 from tests.measuring.sharded_models import Layer
-from tests.tuning.small import TWO_LAYERS
+from tests.tuning.small import TWO_LAYERS, fewer_alternatives
 from tests.unrepeated import equal, gradients, one_block, unet
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,8 @@ def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardwar
     assert run.environment() and run.graph() and run.profile() and run.question["hardware"]["name"] == card.name
 
 
-def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path) -> None:
+def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer_alternatives(monkeypatch)
     cpu = load_hardware("cpu")  # to the byte: a caching allocator hands out whole segments of 20 MiB
     small = cpu.model_copy(update={"memory_bytes": cpu.context_bytes + 3_500_000})
     spec = WORKLOAD.model_copy(update={"batch_size": 8})
@@ -124,7 +125,7 @@ def test_a_share_beyond_the_device_is_searched_within_it(tmp_path: Path) -> None
     assert ours.step_seconds == pytest.approx(theirs.step_seconds)
 
 
-@pytest.mark.parametrize("room", [1.5, 9.0, -5.0], ids=["two layers at most", "all layers", "less than saving needs"])
+@pytest.mark.parametrize("room", [1.5, -5.0], ids=["two layers at most", "less than saving needs"])
 def test_weights_stay_gathered_where_that_pays(room: float, tmp_path: Path) -> None:
     """``room``: beyond what saving everything needs, in layers' weights."""
     slow = load_hardware("cpu").model_copy(update={"peer_bandwidth": 1e8})

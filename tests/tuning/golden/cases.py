@@ -41,10 +41,12 @@ HEADED = ("recompute", "chunked_softmax")
 
 CASES: dict[str, Case] = {
     "llama-tiny 60%act": Case({"model": "llama-tiny"}, "60%act"),
-    "llama-tiny 30%act, two choices": Case({"model": "llama-tiny"}, "30%act", choices=("recompute", "offload")),
+    "llama-tiny 30%act, two choices": Case(
+        {"model": "llama-tiny"}, "30%act", choices=("recompute", "offload"), slow=True
+    ),
     "vit-tiny 50%act": Case({"model": "vit-tiny"}, "50%act", choices=("recompute", "keep_attention", "offload")),
     "logits 70%": Case(LOGITS, "70%", "cpu", HEADED),
-    "logits 10%act": Case(LOGITS, "10%act", "cpu", HEADED),
+    "logits 10%act": Case(LOGITS, "10%act", "cpu", HEADED, slow=True),
     "logits 250MB, inexact": Case(LOGITS, "250MB", "cpu", ("recompute",), more={"allow_inexact": True}),
     "llama-1b 24GB": Case(LLAMA, "24GB", slow=True),
     "llama-1b 80%": Case(LLAMA, "80%", slow=True),
