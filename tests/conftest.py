@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Tests run side by side already: further ghost processes would only cost the time of starting them.
 pool.WORTH = float("inf")
 
+# Where there is an accelerator, no fork can run a backward once this process has.
+FORKS = not torch.accelerator.is_available()
 _fork = GhostProcess.fork
 
 
@@ -73,27 +75,21 @@ def _fork_with_full_caches(*arguments: Any) -> GhostProcess:
     return _fork(*arguments)
 
 
-GhostProcess.fork = _fork_with_full_caches  # type: ignore[method-assign]
-
-
 @pytest.fixture(scope="session")
 def full_caches() -> None:
     """For tests whose forks trace."""
-    _fill_caches()
+    if FORKS:
+        _fill_caches()
 
 
 class _ForkedChild(Child):
     """Its ``spawn`` forks this process, which has imported what a fresh one would import for three seconds.
 
-    The real one has tests of its own, and stands behind whatever is started as a program, and where this process uses
-    an accelerator, which a fork could not use.
+    The real one has tests of its own, and stands behind whatever is started as a program.
     """
 
     @classmethod
     def spawn(cls, module: str, *descriptors: int, log: IO[bytes], environment: Mapping[str, str]) -> Child:
-        if not process.can_fork():
-            return Child.spawn(module, *descriptors, log=log, environment=environment)
-
         def start(theirs: Connection) -> int:
             if pid := os.fork():
                 return pid
@@ -117,7 +113,9 @@ class _ForkedChild(Child):
         return cls(start, leads=True)
 
 
-client.Child = process.Child = _ForkedChild  # type: ignore[misc]
+if FORKS:
+    GhostProcess.fork = _fork_with_full_caches  # type: ignore[method-assign]
+    client.Child = process.Child = _ForkedChild  # type: ignore[misc]
 
 # Where it does not propagate, pytest listens to it, and PyTorch then writes out every graph that it compiles.
 logging.getLogger("torch.__trace").propagate = True

@@ -1,14 +1,15 @@
 """The script for the first contact with a GPU: its arithmetic, and that it continues where it stopped."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import tests.gpu.__main__ as script
 from autockpt.devices import get_device
-from autockpt.measuring import client
-from autockpt.process import child_environment
+from autockpt.process import Child, child_environment
+from tests.gpu import child
 from tests.gpu.contract import FILES
 from tests.gpu.items import Context, Item, items_of, read, write
 from tests.gpu.kernels import hidden
@@ -53,7 +54,10 @@ def slow(context: Context) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "Child", client.Child)  # a fork, which is there at once
+    def spawn(module: str, **_: Any) -> Child:
+        return Child.fork(lambda theirs: child.main(theirs.fileno()))  # which is there at once
+
+    monkeypatch.setattr(script, "Child", SimpleNamespace(spawn=spawn))
     item = Item(1, "slow", f"{__name__}:slow", 60)
     kept: list[str] = []
     runs = script.Runs("tiny", tmp_path, child_environment(), lambda: kept.append(read(tmp_path, item)["state"]))

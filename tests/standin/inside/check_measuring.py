@@ -104,7 +104,7 @@ def _units_alone(model: Model, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("use", (_towards_some_inputs, _units_alone) if ALL else (_towards_some_inputs,))
 def test_what_nobody_waits_for_does_not_pile_up(use):
     standin.set_schedule("copies-late")
-    model, x, peaks = Model().to("standin"), torch.randn(4096, 64).to("standin"), []
+    model, x, peaks = Model().to("standin"), torch.randn(2048, 64).to("standin"), []
     with attach(model, OFFLOAD_ALL):
         for rounds in (2, 6):
             standin.synchronize()
