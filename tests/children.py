@@ -55,51 +55,45 @@ def forked(work: Callable[[Say], object], *, leads: bool = False) -> Child:
 def start_program(
     main: Callable[[], object], folder: Path, environment: Mapping[str, str], *arguments: str
 ) -> Callable[[], CompletedProcess[str]]:
-    """Run ``main`` as a program of its own would, in a fork of this process, which has imported torch and transformers
-    already: they take seconds. Returns what waits for its end."""
+    """Run ``main`` as an interpreter would, down to what is registered for its exit, in a fork of this process, which
+    has imported torch and transformers already: they take seconds. Returns what waits for its end."""
     said = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  read when it has ended
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not (pid := os.fork()):
-        code = 1
+
+    def work(say: Say) -> None:
+        for number, file in enumerate(said, 1):
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        sys.argv = ["program", *arguments]
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        atexit._clear()
+        warnings.simplefilter("ignore")
+        code: Any = 0
         try:
-            close_inherited()
-            for number, file in enumerate(said, 1):
-                os.dup2(file.fileno(), number)
-            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-            sys.argv = ["program", *arguments]
-            os.environ.clear()
-            os.environ.update(environment)
-            os.chdir(folder)
-            code = _interpreted(main)
-        finally:
-            os._exit(code)
+            main()
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+    child = forked(work)
 
     def end() -> CompletedProcess[str]:
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        try:
+            raise AssertionError(child.receive())  # it sends nothing
+        except ChildDied as death:
+            code = death.code
         for file in said:
             file.seek(0)
-        return CompletedProcess(arguments, code, *(file.read() for file in said))
+        return CompletedProcess(arguments, 1 if code is None else code, *(file.read() for file in said))
 
     return end
-
-
-def _interpreted(main: Callable[[], object]) -> int:
-    """What an interpreter does with a program, down to what is registered for its exit."""
-    atexit._clear()
-    warnings.simplefilter("ignore")
-    code: Any = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code if isinstance(code, int) else 1
 
 
 @dataclass(eq=False)

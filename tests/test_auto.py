@@ -44,17 +44,9 @@ PLAN = "autockpt: 1\nchoices: {layers.0: recompute, layers.1: save, layers.2: of
 Result = subprocess.CompletedProcess[str]
 
 
-def as_a_process(environment: dict[str, str], folder: Path) -> Result:
-    line = [sys.executable, "train.py"]
-    return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=environment, timeout=900)
-
-
-def as_a_fork(environment: dict[str, str], folder: Path) -> Result:
-    def main() -> None:
-        sys.modules.pop("autockpt.auto", None)
-        runpy.run_path("train.py", run_name="__main__")
-
-    return start_program(main, folder, environment)()
+def train() -> None:
+    sys.modules.pop("autockpt.auto", None)
+    runpy.run_path("train.py", run_name="__main__")
 
 
 @pytest.fixture
@@ -74,7 +66,11 @@ def script(tmp_path: Path):
             (tmp_path / "plan.yaml").write_text(plan)
             settings["AUTOCKPT_PLAN"] = "plan.yaml"
         (tmp_path / "train.py").write_text(start + code)
-        done = (as_a_process if real else as_a_fork)(settings | environment, tmp_path)
+        if real:
+            line, environment = [sys.executable, "train.py"], settings | environment
+            done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=900)
+        else:
+            done = start_program(train, tmp_path, settings | environment)()
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
