@@ -96,42 +96,6 @@ def test_wrong_gradients_and_failures_are_no_measurements(runner: StepRunner, mo
     assert said["full"]["state"] == "out_of_memory"
 
 
-# modules that run twice, modules made for one forward, grouped products, one sequence
-@pytest.mark.parametrize(
-    ("model", "shape"),
-    [("bert-tiny", {}), ("mixtral-tiny", {}), ("llama-tiny", {"batch_size": 1, "packed": True})],
-)
-def test_the_ilp_takes_what_its_estimators_stumble_over(model: str, shape: dict[str, Any]) -> None:
-    if reason := PEERS["torch SAC ILP"].missing("cpu"):
-        pytest.skip(reason)
-    spec = WorkloadSpec(model=model, optimizer="none", **shape)
-    made = StepRunner(build(spec, torch.device("cpu")), get_device("cpu"))
-    try:
-        settings = [setting for _, setting in settings_of("torch SAC ILP", made)]
-        answers = (worker.prepare(made, {"peer": "torch SAC ILP", "setting": setting}) for setting in settings)
-        assert any(answer["state"] == "measured" for answer in answers)
-    finally:
-        made.close()
-
-
-def test_compiled_rows_compile_once_each(runner: StepRunner) -> None:
-    from torch._dynamo.utils import counters
-
-    rows = {
-        str(b): {"peer": "torch.compile", "setting": {"budget": b, "backend": "aot_eager_decomp_partition"}}
-        for b in (0.9, 0.3)
-    }
-    graphs = []
-    for _ in range(2):
-        for row in rows.values():
-            assert worker.prepare(runner, row)["state"] == "measured"
-        assert not worker.take_turns(runner, {"rows": rows})["failed"]
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[1], "the second turn finds what the first compiled"
-    peaks = [worker.prepare(runner, row)["peak_bytes"] for row in rows.values()]
-    assert peaks[1] != peaks[0], "each budget has code of its own"
-
-
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_reference_starts_from_the_candidates_state(growing: bool) -> None:
     # what timed steps change: running statistics of a norm outside the units, and a scaler's scale
