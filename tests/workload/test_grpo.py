@@ -34,7 +34,7 @@ def test_scores_and_gradients_are_those_of_all_logits(monkeypatch):
     torch.testing.assert_close(found, plain)
 
 
-@pytest.mark.parametrize("more", [{}, {"dtype": "bf16", "accumulate": 2}, {"lora": 4, "autocast": "bf16"}])
+@pytest.mark.parametrize("more", [{"dtype": "bf16", "accumulate": 2}, {"lora": 4, "autocast": "bf16"}])
 def test_the_ghost_run_needs_what_the_step_takes(more):
     step = build(spec(**more))
     step.cycle()
