@@ -73,7 +73,7 @@ def reason_words(answer: Explanation) -> list[str]:
 
 
 def _over(reach: Reach, tilde: str) -> str:
-    if reach.overhead is None:
+    if not reach.overhead:  # not known, or that plan itself
         return ""
     return f", {tilde}{words.share(reach.overhead, signed=True)} against saving everything"
 
