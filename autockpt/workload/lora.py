@@ -48,7 +48,7 @@ def adapt(model: nn.Module, spec: WorkloadSpec) -> tuple[nn.Module, list[str]]:
             importlib.import_module("peft.tuners.lora.bnb")
     asked = spec.lora if isinstance(spec.lora, dict) else {"r": spec.lora}
     # by name, as PEFT's conversion for transformers 5 loses those of Mixtral that it chooses itself
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    kind = getattr(getattr(model, "config", None), "model_type", "")
     asked = {"target_modules": KNOWN.get(kind, "all-linear")} | asked
     try:
         with warnings.catch_warnings(action="ignore"):  # between PEFT and transformers, nothing a user can act on
