@@ -23,11 +23,12 @@ from hypothesis import settings
 from autockpt.measuring import client, runner
 from autockpt.process import Child, close_inherited
 from autockpt.schema import WorkloadSpec, parse_choice
-from autockpt.tracing import pool, process
+from autockpt.tracing import pool, process, tracer
 from autockpt.tracing.process import GhostProcess
 from autockpt.tracing.traced_run import GhostRun
 from tests.accelerator import accelerator  # noqa: F401  a fixture
 from tests.device import ON_CUDA
+from tests.kept_graphs import Job, KeptPool
 
 if ON_CUDA:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -129,6 +130,16 @@ def _what_lives_on_is_not_searched_for_garbage() -> None:
     """Half a million objects of imported libraries make each full collection take a third of a second otherwise."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ghost_runs_are_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For all but the tests of tracing itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "tracing" not in request.path.parts:
+            patch.setattr(tracer, "_start", Job)
+            patch.setattr(tracer, "GhostPool", KeptPool)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

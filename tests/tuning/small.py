@@ -14,6 +14,8 @@ from autockpt.workload import Step, build
 
 TWO_LAYERS = str(Path(__file__).with_name("two_layers"))
 """llama-tiny with two layers instead of four: the folder of its config.json."""
+LOGITS = str(Path(__file__).with_name("logits"))
+"""Two thin layers under a wide head, likewise."""
 
 
 def llama_in(folder: Path, **sizes: int) -> str:

@@ -15,7 +15,7 @@ from autockpt.tuning import run_search, search_request
 from autockpt.tuning.infeasible import INEXACT
 from autockpt.workload import Step
 from tests.errors import raises
-from tests.tuning.small import fewer_alternatives, live, llama_in
+from tests.tuning.small import LOGITS, fewer_alternatives, live, llama_in
 
 pytestmark = pytest.mark.slow
 
@@ -23,8 +23,8 @@ CPU = load_hardware("cpu")
 
 
 @pytest.fixture
-def request_(tmp_path: Path) -> SearchRequest:
-    spec = WorkloadSpec(model=llama_in(tmp_path / "model", vocab_size=8192), batch_size=32, seq_len=128)
+def request_() -> SearchRequest:
+    spec = WorkloadSpec(model=LOGITS, batch_size=32, seq_len=128)
     space = SearchSpace().restricted(("recompute",))
     return SearchRequest(budget=parse_budget("250MB"), workload=spec, space=space, hardware=CPU)
 

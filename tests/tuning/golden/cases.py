@@ -15,8 +15,8 @@ from autockpt.schema import SearchRequest, SearchSpace, WorkloadSpec, parse_budg
 from autockpt.schema.choices import dump_choice
 from autockpt.shipped import load_hardware
 from autockpt.tuning import run_search
+from tests.tuning import small
 from tests.tuning.made_up import search_made_up
-from tests.tuning.small import llama_in
 
 ANSWERS = Path(__file__).with_name("answers.json")
 ALIKE = 1.5e-6
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
 LLAMA = {"model": "llama-1b", "batch_size": 4, "seq_len": 1536}
 GPT2 = {"model": "gpt2", "batch_size": 8, "seq_len": 1024}
-LOGITS = {"model": "logits", "batch_size": 32, "seq_len": 128}  # two thin layers under a wide head
+LOGITS = {"model": small.LOGITS, "batch_size": 32, "seq_len": 128}
 HEADED = ("recompute", "chunked_softmax")
 
 CASES: dict[str, Case] = {
@@ -46,7 +46,7 @@ CASES: dict[str, Case] = {
     ),
     "vit-tiny 50%act": Case({"model": "vit-tiny"}, "50%act", choices=("recompute", "keep_attention", "offload")),
     "logits 70%": Case(LOGITS, "70%", "cpu", HEADED),
-    "logits 10%act": Case(LOGITS, "10%act", "cpu", HEADED, slow=True),
+    "logits 10%act": Case(LOGITS, "10%act", "cpu", HEADED),
     "logits 250MB, inexact": Case(LOGITS, "250MB", "cpu", ("recompute",), more={"allow_inexact": True}),
     "llama-1b 24GB": Case(LLAMA, "24GB", slow=True),
     "llama-1b 80%": Case(LLAMA, "80%", slow=True),
@@ -82,13 +82,10 @@ def answer(name: str) -> dict[str, Any]:
     case = CASES[name]
     space = SearchSpace()
     with tempfile.TemporaryDirectory() as folder:
-        workload = dict(case.workload)
-        if workload["model"] == "logits":
-            workload["model"] = llama_in(Path(folder) / "model", vocab_size=8192)
         request = SearchRequest.model_validate(
             {
                 "budget": parse_budget(case.budget),
-                "workload": WorkloadSpec.model_validate(workload),
+                "workload": WorkloadSpec.model_validate(case.workload),
                 "space": space.restricted(case.choices) if case.choices else space,
                 "hardware": load_hardware(case.hardware),
                 "trials": 10,
