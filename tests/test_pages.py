@@ -275,18 +275,11 @@ def test_a_run_in_python_as_its_page_shows_it(plan: dict[str, Any]) -> None:
     assert Plan.load(Path("third.yaml")).choices
 
 
-def test_a_micro_batch_is_found_with_the_plan(autockpt: Autockpt) -> None:
-    """Simulated; measured among the campaigns."""
-    command = small(on("docs/integrations.md", "--global-batch"), budget="24GB", global_batch="2")
-    command[-2:] = "--hardware", "rtx4090"  # instead of --device cpu
-    assert json.loads(autockpt(*command, "--json"))["best"]["batch_size"] in (1, 2)
-
-
 def test_one_plan_for_sequences_of_all_lengths(autockpt: Autockpt) -> None:
     """Simulated; measured among the campaigns."""
     Path("lengths.txt").write_text(LENGTHS)
     command = small(on("docs/integrations.md", "--lengths"), budget="24GB")
-    command[-2:] = "--hardware", "rtx4090"
+    command[-2:] = "--hardware", "rtx4090"  # instead of --device cpu
     assert json.loads(autockpt(*command, "--json"))["settings"]["seq_len"] == 32
 
 

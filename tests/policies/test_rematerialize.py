@@ -229,9 +229,10 @@ def test_refused_where_a_mode_would_look_on_and_exact_elsewhere(then, around, ch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", [*WATCHING, *OTHERS], ids=str)
-@pytest.mark.parametrize("returned", ["tensor", "tuple"])
-def test_torch_cond(returned: str, choice: Choice) -> None:
+@pytest.mark.parametrize(
+    ("choice", "returned"), zip([*WATCHING, *OTHERS], ["tensor", "tuple"] * 3, strict=True), ids=str
+)
+def test_torch_cond(choice: Choice, returned: str) -> None:
     def conditional(x: Tensor) -> Tensor:
         if returned == "tuple":
             return torch.cond(x.sum() > 0, lambda t: (t.sin(),), lambda t: (t.cos(),), (x,))[0]

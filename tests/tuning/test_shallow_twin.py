@@ -38,20 +38,19 @@ def t5_in(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("made_in", "lora", "blocks"),
+    ("made_in", "lora", "blocks", "kinds"),
     [
-        (partial(llama_in, vocab_size=64, num_hidden_layers=DEEP), 4, depth.TWIN_BLOCKS),
-        (t5_in, None, 2 * depth.TWIN_BLOCKS),
+        (partial(llama_in, vocab_size=64, num_hidden_layers=DEEP), 4, depth.TWIN_BLOCKS, ("recompute", "offload")),
+        (t5_in, None, 2 * depth.TWIN_BLOCKS, ("recompute",)),
     ],
     ids=["llama", "t5"],
 )
 def test_the_menus_are_those_of_the_whole_model(
-    made_in: Any, lora: int | None, blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made_in: Any, lora: int | None, blocks: int, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(depth, "DEEP", DEEP)
     spec = WorkloadSpec(model=made_in(tmp_path), batch_size=2, seq_len=32, lora=lora)
-    card, space = load_hardware("rtx4090"), SearchSpace()
-    space = space.restricted(("recompute", "offload"))
+    card, space = load_hardware("rtx4090"), SearchSpace().restricted(kinds)
     with ExitStack() as stack:
         tracer = stack.enter_context(Tracer.from_spec(spec, hardware=card))
         whole_blocks = [u for u in tracer.units if u.role == "block"]
