@@ -130,14 +130,14 @@ class Measured(Target):
         brief = candidate.outclassed or self.clock.passed(HURRIED)
         steps = 1 if brief else cycles_to_time(predicted or self.step_seconds)
         try:
-            with self._turn_to_offload(candidate):
+            with self._host_link_lock(candidate):
                 measured = self.measurer.measure(candidate.choices, steps=steps, budget_bytes=budget_bytes)
         except DeviceOutOfMemory as error:
             return Score("out_of_memory", message=error.message, last=error.last)
         self.step_seconds = measured.step_seconds
         return Score("measured", measured)
 
-    def _turn_to_offload(self, *plans: Candidate | Trial) -> AbstractContextManager[None]:
+    def _host_link_lock(self, *plans: Candidate | Trial) -> AbstractContextManager[None]:
         kind = self.measurer.environment.device.kind
         return host_link_lock(kind, [plan.choices for plan in plans], self.clock.listener.note)
 
@@ -200,7 +200,7 @@ class Measured(Target):
         listener, expected = self.clock.listener, trials.expected()
         listener.stage("time the best, interleaved", BATCH * len(extra) + MOST_ROUNDS * len(candidates))
 
-        with self._turn_to_offload(*candidates, *extra), beats_counted(self.measurer, listener):
+        with self._host_link_lock(*candidates, *extra), beats_counted(self.measurer, listener):
             final = race(candidates, extra, self.measurer.compare, expected, seconds=left)
         swings, drift = False, 1.0
         for number in final.times:
@@ -255,7 +255,7 @@ class Measured(Target):
 
 
 def saving_everything(baselines: Sequence[Trial]) -> list[Trial]:
-    """That plan, where it was measured."""
+    """The trial of the plan that saves everything, if it was measured."""
     return [trial for trial in baselines if trial.measured is not None and trial.name == NONE]
 
 
