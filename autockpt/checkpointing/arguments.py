@@ -1,7 +1,8 @@
 """A call's arguments as a list of tensors and a template of everything else.
 
 The frame holds the tensors as autograd would. A recomputation gets detached tensors in new containers, because a layer
-may write into a dict or list that it was given. Other objects are passed as they are.
+may write into a dict or list that it was given, and a copy of a KV cache, to which it adds. Other objects are passed as
+they are.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Tree(NamedTuple):
 
 
 class _Cache(NamedTuple):
-    """A KV cache as it was, with what stands for its tensors in their place."""
+    """A copy of a KV cache with ``positions`` in place of its tensors."""
 
     before: Any
     positions: list[_TensorAt]
@@ -58,7 +59,8 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
     """The template of ``value``. Tensors and random generators in it are appended to the lists.
 
     A tensor that occurs twice gets one position: attention asks whether its query is its key. Without ``generators``
-    nothing is to run again, and KV caches are passed as they are. Raises RuntimeError for one that cannot be copied.
+    nothing will be recomputed, and KV caches are passed as they are. Otherwise they are copied, and RuntimeError is
+    raised for one that cannot be.
     """
     kind = type(value)
     if issubclass(kind, torch.Tensor):

@@ -377,6 +377,6 @@ def _unreadable(error: RuntimeError, unit: str) -> ConflictError:
     return ConflictError(
         f"what {unit} is given, or the random state, cannot be held for backward: {error}",
         remedy=f"Use `save` on {unit}. Tensors that are made under torch.inference_mode (make them under "
-        "torch.no_grad), KV caches (other than a DynamicCache that is not offloaded), containers that hold themselves "
-        "and CUDA graphs that are being captured do this.",
+        "torch.no_grad), KV caches (but for a DynamicCache that is not offloaded), containers that hold themselves "
+        "and CUDA graphs that are being captured cause this.",
     )
