@@ -1,4 +1,4 @@
-"""The baselines: the usual uniform plans, which every search begins with and is compared with."""
+"""The baselines: the usual plans, which every search tries first and compares its own with."""
 
 from __future__ import annotations
 

@@ -485,7 +485,7 @@ _COMMENTS = {
     "compile": "its steps are compiled: each layer by layer.compile(), or the whole model",
     "predicted": "simulated: bytes by a ghost run of this very plan, seconds by op times",
     "measured": "by real training steps; noise is relative",
-    "baselines": "well-known plans, for comparison",
+    "baselines": "the usual plans, for comparison",
 }
 _BYTES = re.compile(r"^(\s*(?:- )?(?:\w+_)?bytes: )([0-9]{4,})$", re.MULTILINE)
 
