@@ -14,7 +14,7 @@ from autockpt.schema import SearchRequest, SearchSpace, Silence, WorkloadSpec, p
 from autockpt.schema.trial import Alternative
 from autockpt.tuning import infeasible, job_sizes, search_request
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.infeasible import FOUR_BITS, INEXACT, SMALLER, Change, joined
+from autockpt.tuning.infeasible import FOUR_BITS, INEXACT, SHARED, SMALLER, Change, joined
 from autockpt.workload import Step
 from tests.errors import raises
 
@@ -188,3 +188,12 @@ def test_adapters_then_a_base_in_4_bits_by_options() -> None:
     assert change.options == FOUR_BITS and change.job.described.lora == 2 and change.job.described.load_in_4bit
     assert not list(infeasible._with_adapters(described(lora=2, quantization={"load_in_8bit": True})))
     assert not list(infeasible._with_adapters(live(ids=torch.zeros(ROWS, LENGTH)))), "a model at hand stays"
+
+
+def test_more_devices_are_tried_where_they_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infeasible, "MOST_RANKS", 8)
+    simulated = job(workload=WorkloadSpec(model="llama-tiny", shard=2), hardware="h100")
+    changes = [*infeasible._sharded(simulated)]
+    assert [change.job.described.shard for change in changes] == [4, 8]
+    assert [change.options for change in changes] == [f"{SHARED} {ranks} devices" for ranks in (4, 8)]
+    assert not list(infeasible._sharded(described())), "real steps are not measured on several devices"
