@@ -105,7 +105,7 @@ class CostModel:
     def problem(self, budget_bytes: int, price: Mapping[str, float] | None = None, *, hidden: float = 0.0) -> Problem:
         """The planning problem of this workload. ``budget_bytes`` are without the device's own overhead.
 
-        ``hidden`` is the share of the link's time in forward that copies may take which hide behind compute.
+        ``hidden`` is the share of the link's time in forward that hidden copies may take.
         """
         return build_problem(
             self.base,

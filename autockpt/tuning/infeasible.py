@@ -196,8 +196,8 @@ def alternatives(
 
     def try_each(*families: Iterable[Change], most: int | None = None) -> bool:
         """Whether a change is found by now that needs no further devices."""
-        ways = (_mildest(family, what_if, standard) for family in families if not what_if.late())
-        found.extend(islice(filter(None, ways), most))
+        mildest = (_mildest(family, what_if, standard) for family in families if not what_if.late())
+        found.extend(islice(filter(None, mildest), most))
         return any(SHARED not in change.options for change in found)
 
     chunks = [] if chunked else [_in_chunks(as_it_is)]

@@ -353,7 +353,7 @@ class SolverProposer(Proposer):
     def _problem(self, prices: Mapping[str, float], free: int, hidden: float = 0.0) -> Problem:
         """The planning problem at these cost factors, with ``free`` bytes of the budget left unused.
 
-        ``hidden`` is the share of the link's time in forward that copies may take which hide behind compute.
+        ``hidden`` is the share of the link's time in forward that hidden copies may take.
         """
         # a ghost run may hold the budget less the context, and less what ghost runs were seen to miss
         budget_bytes = self._usable_bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
