@@ -42,7 +42,7 @@ def test_cached_segments_are_given_back_before_a_budget_fails(graph: Graph) -> N
     assert hopeless(graph) > graph.peak_bytes and hopeless.least(graph, hopeless(graph)) == hopeless(graph)
 
 
-def test_an_accelerator_at_hand_needs_segments_and_context(graph: Graph) -> None:
+def test_a_local_accelerator_needs_segments_and_context(graph: Graph) -> None:
     here = environment("xpu", CARD.memory_bytes, overhead_bytes=CARD.context_bytes)
     needs = local_memory(here)
     assert TABLE_BYTES <= SMALL_SIZE  # or it would keep activations from sharing a segment

@@ -36,7 +36,7 @@ def problem_of(names: list[str] = NAMES, budget: int = 10**6, *, simulated=simul
     return base, build_problem(base, build_menus(base, variants, simulated), budget)
 
 
-def test_segments_cover_every_op_once_and_in_order():
+def test_op_ranges_cover_every_op_once_and_in_order():
     graph = step(NAMES, {"layers.1": RECOMPUTE}, micro_batches=2)
     parts = op_ranges(graph, NAMES)
     assert [s.first for s in parts[1:]] == [s.end for s in parts[:-1]]

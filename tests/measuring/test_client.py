@@ -134,7 +134,7 @@ def test_one_of_many_processes_starts_no_worker(monkeypatch: pytest.MonkeyPatch)
         WorkerMeasurer(WorkloadSpec(model="llama-tiny"), "cpu")
 
 
-def test_resting_ends_the_worker_until_the_next_request(stand_in):
+def test_releasing_ends_the_worker_until_the_next_request(stand_in):
     first = pid_of(stand_in)
     stand_in.release()
     assert is_gone(first)

@@ -308,7 +308,7 @@ def test_a_full_step_is_exact_wherever_it_releases_gradients(order, vectors):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adam", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"])
-def test_held_weights_do_not_move_and_states_do(name):
+def test_frozen_weights_do_not_move_and_states_do(name):
     model = Stack()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
     workload = make_workload(model, optimizer=optimizer)

@@ -14,7 +14,7 @@ def rest_saves(front: Choice, back: Choice) -> bool:
 
 
 def by_hand(problem: Problem) -> list[tuple[float, int]]:
-    """Seconds and peaks of all plans in two runs that fit, one by one."""
+    """Seconds and peaks of all split plans that fit, one by one."""
     layers = [unit for unit in problem.units if unit.name != problem.head]
     choices = list(dict.fromkeys(option.choice for unit in layers for option in unit.options))
     heads = [None] if problem.head is None else [o.choice for o in problem.units[-1].options]
