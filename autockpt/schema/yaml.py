@@ -106,9 +106,8 @@ def parse(text: str, name: str, error: type[UsageError] = UsageError) -> Documen
         line = bad.problem_mark.line if bad.problem_mark is not None else 0
         content = next(iter(text.splitlines()[line : line + 1]), "").strip()
         quote = ' A name that begins with * must stand in quotes: "**.mlp": recompute.' if content[:1] == "*" else ""
-        raise error(
-            f"{name}:{line + 1}: {bad.problem or 'not valid YAML'}", remedy=f"The line reads {short(content)}.{quote}"
-        ) from None
+        remedy = f"The line reads {short(content)}.{quote}" if content else "A bracket or a quote is left open."
+        raise error(f"{name}:{line + 1}: {bad.problem or 'not valid YAML'}", remedy=remedy) from None
     except (yaml.YAMLError, RecursionError) as bad:
         why = "nested too deeply" if isinstance(bad, RecursionError) else f"not YAML text: {bad}"
         raise error(f"{name} is {why}", remedy="Save the file as UTF-8 text that autockpt can read.") from None

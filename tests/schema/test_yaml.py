@@ -41,6 +41,7 @@ def test_names_stay_text_and_nothing_becomes_a_date() -> None:
         ("a: !!python/object:os.system {}\n", 1),
         ("a: 1\n---\nb: 2\n", 2),
         ("a: [1, 2\nb: 3", 2),
+        ("a: [1, 2\n", 2),
         ("a: 1\n b: 2\n", 2),
         ("a: 1\n? [1, 2]\n: 3\n", 2),
         ("a: b\n\tc: d\n", 2),
@@ -51,6 +52,7 @@ def test_bad_files_are_errors_with_a_line(text: str, line: int) -> None:
     with pytest.raises(PlanError) as caught:
         parse(text, "plan.yaml", PlanError)
     assert caught.value.message.startswith(f"plan.yaml:{line}: ") and caught.value.remedy
+    assert "''" not in caught.value.remedy
 
 
 def test_a_bomb_is_refused_at_once() -> None:
