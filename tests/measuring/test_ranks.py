@@ -71,14 +71,12 @@ def test_all_ranks_get_one_plan_and_nothing_has_changed(kind: str, ranks: int, t
     assert on_ranks(partial(searches, kind=kind), tmp_path, ranks) == []
 
 
-WHOLE = "model: tests.measuring.sharded_models:whole\n"
 SEARCH = ("search", "--job", "job.yaml", "--budget", "60%act", "--device", "cpu")
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize("how", ["shard: 2", pytest.param("ddp: buckets", marks=pytest.mark.campaign)])
-def test_launched_ranks_search_once_for_all(how: str, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(f"{WHOLE}{how}\n")
+def test_launched_ranks_search_once_for_all(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: tests.measuring.sharded_models:whole\nshard: 2\n")
 
     def start(rank: int) -> Callable[[], subprocess.CompletedProcess[str]]:
         def program() -> None:

@@ -15,7 +15,7 @@ from tests.evidence.bench import worker
 from tests.evidence.bench.peers import OUR_OWN, PEERS
 from tests.measuring.small_workloads import Stack, make_workload
 
-pytestmark = pytest.mark.campaign
+pytestmark = pytest.mark.slow
 
 BUDGETS = {"70%": 0.7, "95%": 0.95}
 
@@ -49,6 +49,7 @@ def settings_of(name: str, runner: StepRunner) -> list[Any]:
 ROWS = [("deepseek-tiny" if name == "parts" else "llama-tiny", name) for name in PEERS]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("runner", "name"), ROWS, indirect=["runner"])
 def test_gradients_are_plain_and_detaching_restores(name: str, runner: StepRunner) -> None:
     # what only a device without a need for it lacks can be tried all the same, and a backend that needs no compiler
