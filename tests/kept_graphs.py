@@ -3,7 +3,7 @@
 tests/tracing holds that, without this. Most of what a search takes in a test is ghost runs, mostly of the same models.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ from autockpt.schema import Choice, Graph
 from autockpt.tracing import tracer
 from autockpt.tracing.assemble import GraphSource
 from autockpt.tracing.pool import MOST, GhostPool
-from autockpt.tracing.process import Build, GhostProcess, NotForkable
+from autockpt.tracing.process import Build, GhostProcess
 from autockpt.tracing.traced_run import FirstCycle
 
 _start = tracer._start
@@ -20,49 +20,35 @@ _graphs: dict[Any, Graph] = {}
 
 
 class Job:
-    """Stands for the process that is started once something is asked that no job like it was asked."""
+    """A process of the tracer that is started once it is asked for something."""
 
     def __init__(self, source: GraphSource, build: Build) -> None:
-        spec, device, capability = build
-        self.key = source, spec.model_dump_json(), spec.files, str(device), capability
-        self._how = source, build
-        if self.key not in _found:
-            _found[self.key] = self.process.first_cycle
+        spec, device, capability = self._build = build
+        self._source, self.key = source, (source, spec.model_dump_json(), spec.files, str(device), capability)
+        self.first_cycle = _found.get(self.key) or _found.setdefault(self.key, self.process.first_cycle)
 
     @cached_property
     def process(self) -> GhostProcess:
-        return _start(*self._how)
+        return _start(self._source, self._build)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.process, name)
+
+    def close(self) -> None:
+        if "process" in vars(self):
+            self.process.close()
 
 
 class KeptPool(GhostPool):
-    """Asks its process for what is not known by now; one of a live step asks for everything."""
+    """Asks for what is not known by now; of a live step for everything."""
 
-    def __init__(self, first: GhostProcess | Job, most: int = MOST) -> None:
-        self._job = first if isinstance(first, Job) else None
-        if isinstance(first, Job):
-            self.first_cycle = _found[first.key]
-        else:
-            super().__init__(first, most)
-
-    def with_another(self, build: Build) -> GhostPool:
-        raise NotForkable("its process may not have been started")
-
-    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None:
-        if self._job is None:
-            super().ahead(plans)
+    def __init__(self, first: Any, most: int = MOST) -> None:
+        super().__init__(first, 1 if isinstance(first, Job) else most)
 
     def trace(self, choices: Mapping[str, Choice]) -> Graph:
-        if self._job is None:
+        if not isinstance(self._first, Job):
             return super().trace(choices)
-        key = self._job.key, tuple(choices.items())
+        key = self._first.key, tuple(choices.items())
         if key not in _graphs:
-            if not hasattr(self, "_processes"):
-                super().__init__(self._job.process)
             _graphs[key] = super().trace(choices)
         return _graphs[key]
-
-    def close(self) -> None:
-        if self._job is None:
-            super().close()
-        elif "process" in vars(self._job):
-            self._job.process.close()

@@ -22,9 +22,7 @@ from typer.testing import CliRunner
 
 import autockpt as package
 from autockpt import Plan
-from autockpt.cli import search as searching
 from autockpt.cli.app import build
-from autockpt.devices import get_device
 from tests.analysis.logs import FORWARD, message
 from tests.notebook import NOTEBOOK, executed
 from tests.tuning.small import TWO_LAYERS
@@ -294,16 +292,6 @@ def test_a_simulated_plan_for_adapters_is_gone_on_from(autockpt: Autockpt) -> No
     assert resumed["device"]["kind"] == "cpu" and resumed["plan"]["workload"]["lora"] == 16
 
 
-def test_a_bare_search_simulates_a_card(autockpt: Autockpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no accelerator; the built-in model made small."""
-    if get_device(None).kind != "cpu":
-        pytest.skip("needs a machine without an accelerator")
-    monkeypatch.setattr(searching, "SIMULATED_MODEL", TWO_LAYERS)
-    command = words_of(next(c for c in commands_of(ROOT / "docs/simulation.md") if c.endswith("search --budget 24GB")))
-    answer = json.loads(autockpt(*command[1:], "--choices", "save,recompute", "--trials", "1", "--json"))
-    assert answer["plan"]["source"] == "simulated"
-
-
 def test_what_is_asked_before_there_is_a_run(autockpt: Autockpt) -> None:
     sizes = "--lora", "0", "--cards", "rtx4090", "--seq-lens", "32,64"
     rows = autockpt("estimate", TWO_LAYERS, *sizes, "--json").splitlines()
@@ -319,11 +307,6 @@ def test_a_simulated_search(autockpt: Autockpt) -> None:
         pytest.importorskip("bitsandbytes")
     answer = json.loads(autockpt(*small(command), "--json"))
     assert answer["plan"]["predicted"]["peak_bytes"] <= answer["budget"]["bytes"]
-
-
-def test_a_step_is_explained(autockpt: Autockpt) -> None:
-    command = next(c for c in commands_of(ROOT / "docs" / "simulation.md") if c.startswith("autockpt explain"))
-    assert json.loads(autockpt(*small(command), "--json"))["peak_bytes"]
 
 
 @pytest.mark.campaign

@@ -18,18 +18,12 @@ SPEC = WorkloadSpec(model=TWO_LAYERS, batch_size=2, seq_len=32, optimizer="none"
 KINDS = ("save", "recompute", "selective", "remake", "offload")
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Tracer]:
-    with Tracer.from_spec(SPEC) as tracer:
-        yield tracer
-
-
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch, alone: Tracer) -> Iterator[tuple[Tracer, Tracer]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tracer, Tracer]]:
     """One that has further processes, and one that asks its own for plan after plan."""
     monkeypatch.setattr(pool, "WORTH", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    with Tracer.from_spec(SPEC) as several:
+    with Tracer.from_spec(SPEC) as several, Tracer.from_spec(SPEC) as alone:
         yield several, alone
 
 
@@ -77,12 +71,3 @@ def test_a_further_process_that_dies_is_done_without(pair) -> None:
     os.kill(first, signal.SIGKILL)
     with pytest.raises(AutockptError):
         several.trace({})
-
-
-@pytest.mark.slow
-def test_what_is_not_worth_a_process_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "WORTH", 10.0)
-    with Tracer.from_spec(SPEC) as tracer:
-        tracer.trace({})
-        tracer.ahead(plans(tracer)[:2])
-        assert len(processes(tracer)) == 1

@@ -6,7 +6,7 @@ import optuna
 import pytest
 
 from autockpt.errors import RunDirectoryError
-from autockpt.schema import RECOMPUTE, SAVE, Measurement, Trial
+from autockpt.schema import RECOMPUTE, SAVE
 from autockpt.tuning.proposers.sampler import RANGES, Study, sampler_for
 from tests.children import Say, forked
 from tests.errors import raises
@@ -43,21 +43,6 @@ def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             used()
         assert "Free space" in caught.value.remedy and "invalid" not in str(caught.value)
         monkeypatch.setattr(optuna, "create_study", commit)
-
-
-@pytest.mark.slow
-def test_the_sampler_stays_within_the_knobs_and_takes_trials_that_did_not_fit() -> None:
-    study = knobs_study(None)
-    record = Trial(number=0, name="t", encoding="knobs", choices={}, plan_hash="h", state="measured", feasible=True)
-    record = record.model_copy(update={"measured": Measurement(peak_bytes=1, step_seconds=1.0)})
-    margins = []
-    for i in range(15):
-        number, point = study.ask()
-        assert point.keys() == RANGES.keys()
-        assert all(knob.low <= float(point[name]) <= knob.high for name, knob in RANGES.items())
-        study.tell(number, 1.0 + float(point["margin"]), 0.5 if i % 3 == 0 else -0.5, record)
-        margins.append(point["margin"])
-    assert len(set(margins)) > 5
 
 
 @pytest.mark.slow
