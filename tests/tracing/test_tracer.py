@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, GhostError, PlanError, TracingError, WorkloadError
+from autockpt.process import Child
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
@@ -241,6 +242,20 @@ def test_a_process_that_uses_any_accelerator_is_not_forked(accelerator) -> None:
     assert can_fork() is (sys.platform == "linux")
     accelerator.opened = True
     assert not can_fork()
+
+
+def test_a_fresh_process_traces_the_same_as_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started where an accelerator is in use, and so must import everything itself."""
+
+    def graph() -> Graph:
+        spec = WorkloadSpec(model="tests.measuring.sharded_models:whole")
+        with Tracer.from_spec(spec, device=torch.device("cpu"), fallback=False) as tracer:
+            return tracer.trace({tracer.units[0].name: RECOMPUTE})
+
+    by_fork = graph()
+    monkeypatch.setattr("autockpt.tracing.process.Child", Child)
+    monkeypatch.setattr("autockpt.tracing.tracer.can_fork", lambda: False)
+    assert graph() == by_fork
 
 
 @pytest.mark.skipif(not can_fork(), reason="the child is only interrupted where it is forked")
