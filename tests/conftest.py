@@ -26,9 +26,9 @@ from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.tracing import pool, process, tracer
 from autockpt.tracing.process import GhostProcess
 from autockpt.tracing.traced_run import GhostRun
+from tests import kept_graphs
 from tests.accelerator import accelerator  # noqa: F401  a fixture
 from tests.device import ON_CUDA
-from tests.kept_graphs import Job, KeptPool
 
 if ON_CUDA:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -137,8 +137,8 @@ def _ghost_runs_are_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     """For all but the tests of tracing itself."""
     with pytest.MonkeyPatch.context() as patch:
         if "tracing" not in request.path.parts:
-            patch.setattr(tracer, "_start", Job)
-            patch.setattr(tracer, "GhostPool", KeptPool)
+            patch.setattr(tracer, "_start", kept_graphs.start)
+            patch.setattr(tracer, "GhostPool", kept_graphs.KeptPool)
         yield
 
 
