@@ -66,7 +66,7 @@ def searches(rank: int, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("kind", ["fsdp2", "tensor-parallel", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp2", "tensor-parallel", pytest.param("ddp", marks=pytest.mark.campaign)])
 def test_all_ranks_get_one_plan_and_nothing_has_changed(kind: str, ranks: int, tmp_path: Path) -> None:
     assert on_ranks(partial(searches, kind=kind), tmp_path, ranks) == []
 
@@ -177,7 +177,7 @@ def fails(rank: int, folder: str, where: str) -> None:
     os._exit(0)  # the group is of no more use
 
 
-@pytest.mark.parametrize("where", ["loss", "update"])
+@pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.campaign), "update"])
 def test_a_rank_that_fails_leaves_no_other_waiting(tmp_path: Path, where: str) -> None:
     began = time.monotonic()
     in_processes(fails, (str(tmp_path), where), 2)
