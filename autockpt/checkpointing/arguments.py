@@ -59,8 +59,7 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
     """The template of ``value``. Tensors and random generators in it are appended to the lists.
 
     A tensor that occurs twice gets one position: attention asks whether its query is its key. Without ``generators``
-    nothing will be recomputed, and KV caches are passed as they are. Otherwise they are copied, and RuntimeError is
-    raised for one that cannot be.
+    nothing will be recomputed, and KV caches are passed as they are. Otherwise they are copied; raises CannotBeCopied.
     """
     kind = type(value)
     if issubclass(kind, torch.Tensor):

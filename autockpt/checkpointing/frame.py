@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import Held, flatten, hold, holders, unflatten, unpack
 from autockpt.checkpointing.divergence import CheckedCall, Comparison
+from autockpt.checkpointing.kv_cache import CannotBeCopied
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.op_recorder import is_plain
 from autockpt.checkpointing.replay_context import ReplayContext, one_at_a_time, running_again
@@ -101,9 +102,8 @@ class CheckpointFrame:
             self._versions = [parameter._version for parameter in parameters if parameter is not None]
             self._context = ReplayContext(kind.places, generators, late is not None or unit.draws_in_python)
         except RuntimeError as error:
-            if isinstance(error, RecursionError) or any(
-                word in str(error) for word in ("nference", "capture", "KV cache")
-            ):
+            known = isinstance(error, RecursionError | CannotBeCopied)
+            if known or any(word in str(error) for word in ("nference", "capture")):
                 raise _unreadable(error, unit.name) from error
             raise
         self._trains = [tensor.requires_grad for tensor in live]

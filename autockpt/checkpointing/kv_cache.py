@@ -23,6 +23,10 @@ from autockpt.errors import ConflictError
 _COPYABLE = frozenset({"DynamicCache", "EncoderDecoderCache", "DynamicLayer", "DynamicSlidingWindowLayer"})
 
 
+class CannotBeCopied(RuntimeError):
+    """A cache holds more than its attributes say."""
+
+
 class _Dropped(ConflictError, AttributeError):
     """An AttributeError too: one may ask whether the cache has this or that."""
 
@@ -74,10 +78,10 @@ def _parts(cache: Any) -> list[Any]:
 
 
 def tensors_in(cache: Any) -> list[torch.Tensor]:
-    """The tensors that a cache holds. Raises RuntimeError for one that cannot be copied: see ``_COPYABLE``."""
+    """The tensors that a cache holds. Raises CannotBeCopied: see ``_COPYABLE``."""
     module, parts = cache_type().__module__, _parts(cache)
     for part in parts:
         known = type(part).__name__ in _COPYABLE and type(part).__module__ == module
         if not known or getattr(part, "offloading", False):
-            raise RuntimeError(f"a KV cache ({type(cache).__name__}) that cannot be copied")
+            raise CannotBeCopied(f"a KV cache ({type(cache).__name__}) that cannot be copied")
     return [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
