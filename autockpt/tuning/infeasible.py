@@ -18,7 +18,7 @@ import torch
 
 from autockpt.cost import CostModel, UniformRuns, uniform_graphs
 from autockpt.errors import AutockptError, InfeasibleError, UsageError
-from autockpt.schema import ResolvedBudget, SearchRequest, format_bytes
+from autockpt.schema import SAVE, ResolvedBudget, SearchRequest, format_bytes
 from autockpt.schema.choices import ChunkedLoss
 from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.trial import Alternative, Outlook
@@ -300,9 +300,11 @@ def _mildest(changes: Iterable[Change], what_if: WhatIf, standard: float) -> Alt
 
 def _alternative(change: Change, variant: Variant, what_if: WhatIf, standard: float) -> Alternative | None:
     """The change with the fastest uniform plan that fits."""
-    known = {kind: prediction for kind in what_if.kinds if (prediction := variant.predicted(kind)) is not None}
-    fitting = [kind for kind, prediction in known.items() if prediction.peak_bytes <= what_if.budget_bytes]
-    if not fitting:
+    for kinds in ([SAVE.kind], what_if.kinds):  # saving everything is the fastest where it fits
+        known = variant.predicted(kinds)
+        if fitting := [kind for kind, prediction in known.items() if prediction.peak_bytes <= what_if.budget_bytes]:
+            break
+    else:
         return None
     kind = min(fitting, key=lambda kind: known[kind].step_seconds or 0.0)
     best, head = known[kind], "".join(f" and {name} on {choice.kind}" for name, choice in variant.besides.items())

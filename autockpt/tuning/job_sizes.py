@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -162,24 +162,24 @@ class Variant:
         if self._what_if.late() or (self._chunked and self.tracer.head is None) or self._ignored:
             return math.inf
         asked = [kind for kind in kinds if kind in self._what_if.kinds] or list(self._what_if.kinds)
-        for predicted in filter(None, map(self.predicted, asked)):
-            least = min(least, predicted.peak_bytes)
+        for kind in asked:
+            least = min([least, *(predicted.peak_bytes for predicted in self.predicted([kind]).values())])
             # it fits; or resident bytes alone do not; or it is so far off that no other choice is lean enough
             if least <= budget_bytes or max(self._resident_bytes, least // FAR_OVER) > budget_bytes:
                 break
         return least
 
-    def predicted(self, kind: str) -> Prediction | None:
-        """The prediction of a uniform plan; None where it cannot be attached."""
-        if kind not in self._known:
-            try:
-                uniform = uniform_graphs(self.tracer, blocks_of(self.tracer), (kind,), self.besides)
-            except ConflictError:
-                self._known[kind] = None
-            else:
-                self._resident_bytes = uniform[kind][1].resident_bytes
-                self._known |= predictions(self._what_if, uniform)
-        return self._known[kind]
+    def predicted(self, kinds: Sequence[str]) -> dict[str, Prediction]:
+        """The predictions of uniform plans by kind, without those that cannot be attached."""
+        if new := [kind for kind in kinds if kind not in self._known]:
+            uniform: UniformRuns = {}
+            with suppress(ConflictError):
+                uniform = uniform_graphs(self.tracer, blocks_of(self.tracer), new, self.besides)
+            self._resident_bytes = max(
+                (graph.resident_bytes for _, graph in uniform.values()), default=self._resident_bytes
+            )
+            self._known |= dict.fromkeys(new) | (predictions(self._what_if, uniform) if uniform else {})
+        return {kind: prediction for kind in kinds if (prediction := self._known[kind]) is not None}
 
     @property
     def besides(self) -> dict[str, Choice]:
