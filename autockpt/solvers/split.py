@@ -6,6 +6,7 @@ fewer graphs. There are so few of them that every pair of choices is evaluated a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -42,18 +43,23 @@ def split_plans(problem: Problem, accept: Accept = lambda front, back: True) -> 
 
 
 def refine_split(
-    problem: Problem, check: Checker, accept: Accept = lambda front, back: True, *, max_calls: int = 4
+    problem: Problem,
+    check: Checker,
+    accept: Accept = lambda front, back: True,
+    *,
+    max_calls: int = 4,
+    below: float = math.inf,
 ) -> Assignment | None:
     """The fastest split plan that fits by ``check`` (a ghost run), with at most ``max_calls`` of these.
 
     Each check shifts the budget by what the linear model missed. ``peak`` of the result is the check's. None where no
-    plan passed.
+    plan passed. Plans of ``below`` seconds and more are not checked.
     """
     best: Assignment | None = None
     missed, seen = 0, set[tuple[Choice, ...]]()
     for _ in range(max_calls):
         plans = split_plans(problem.model_copy(update={"budget_bytes": problem.budget_bytes - missed}), accept)
-        if not plans or (best is not None and plans[0].seconds >= best.seconds):
+        if not plans or plans[0].seconds >= below:
             break
         plan = plans[0]
         key = tuple(plan.choices.values())
@@ -64,7 +70,7 @@ def refine_split(
         missed = checked.peak_bytes - plan.peak
         host = problem.host_budget
         if checked.peak_bytes <= problem.budget_bytes and (host is None or checked.host_bytes <= host):
-            best = plan.model_copy(update={"peak": checked.peak_bytes})
+            best, below = plan.model_copy(update={"peak": checked.peak_bytes}), plan.seconds
     return best
 
 

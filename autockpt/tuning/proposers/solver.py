@@ -242,11 +242,10 @@ class SolverProposer(Proposer):
         return [self._solver_candidate(plan) for plan in near[:MOST_SIMPLE]]
 
     def _last_candidates(self) -> Iterator[Candidate]:
-        """Simple plans, unless they were tried at first; then leaner and split plans as fast as the best."""
-        if not self.target.scoring.measures:
-            yield from self._simple_candidates()
+        """Leaner and split plans as fast as the best; simple plans where nothing fits yet and these were not tried."""
         best = self.trials.best
         if best is None:
+            yield from () if self.target.scoring.measures else self._simple_candidates()
             return
         hidden = float(best.parameters.get(HIDDEN_COPIES, 0.0))
         problem = self._problem(self._fit.scale, 0, hidden)
@@ -261,13 +260,15 @@ class SolverProposer(Proposer):
             budgets.append(min(problem.budget_bytes, lean.peak + int(AS_LEAN * problem.budget_bytes)))
         for budget_bytes in budgets:
             within = problem.model_copy(update={"budget_bytes": budget_bytes})
-            plan = self._split_plan(within)
-            if plan is not None and plan.seconds <= most:
+            plan = self._split_plan(within, below=math.nextafter(most, math.inf))
+            if plan is not None:
                 yield self._solver_candidate(plan)
 
-    def _split_plan(self, problem: Problem, accept: Accept = lambda *_: True) -> Assignment | None:
-        """The fastest split plan whose ghost run fits."""
-        return refine_split(problem, self._check, accept, max_calls=self._affordable(SIMPLE_CALLS))
+    def _split_plan(
+        self, problem: Problem, accept: Accept = lambda *_: True, below: float = math.inf
+    ) -> Assignment | None:
+        """The fastest split plan whose ghost run fits, if it takes less than ``below`` seconds."""
+        return refine_split(problem, self._check, accept, max_calls=self._affordable(SIMPLE_CALLS), below=below)
 
     def _solver_candidate(self, plan: Assignment) -> Candidate:
         """A plan that no sampler asked for, named by its groups of layers where they are few."""
@@ -380,15 +381,16 @@ class SolverProposer(Proposer):
             calls = int(min(calls, self.clock.seconds_left / 4 / self._ghost_seconds))
         return max(1, calls)
 
-    def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
-        """The solver's plan with these knobs, and whether its ghost run fits.
-
-        ``<kind>_price`` is a factor on the fitted costs.
-        """
+    def _problem_at(self, parameters: Parameters) -> Problem:
+        """The planning problem with these knobs; ``<kind>_price`` is a factor on the fitted costs."""
         scale, free = self._fit.scale, int(self._usable_bytes * float(parameters.get("margin", 0.0)))
         kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | {*scale}
         prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
-        problem = self._problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
+        return self._problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
+
+    def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
+        """The solver's plan with these knobs, and whether its ghost run fits."""
+        problem = self._problem_at(parameters)
         found = refine_segmented(
             problem,
             self._check,
@@ -397,7 +399,8 @@ class SolverProposer(Proposer):
             remembered=self.checks,
         )
         fits_host = problem.host_budget is None or found.checked.host_bytes <= problem.host_budget
-        return found.choices, fits_host and found.checked.peak_bytes <= problem.budget_bytes + free
+        margin = int(self._usable_bytes * float(parameters.get("margin", 0.0)))
+        return found.choices, fits_host and found.checked.peak_bytes <= problem.budget_bytes + margin
 
     def _first_points(self) -> list[Parameters]:
         """The sampler's first points: the costs as they are, with several margins; before these the point with all
@@ -411,13 +414,20 @@ class SolverProposer(Proposer):
         if HIDDEN_COPIES not in neutral or self._affordable(HIDING_CALLS) <= 1:
             return plain
         hidden = {**plain[0], HIDDEN_COPIES: 1.0}
-        return [hidden, *plain] if self._simulated_seconds(hidden) < self._simulated_seconds(plain[0]) else plain
+        return [hidden, *plain] if self._is_faster(hidden, plain[0]) else plain
 
-    def _simulated_seconds(self, parameters: Parameters) -> float:
-        """Simulated step seconds of the solver's plan with these knobs; infinite if no plan fits."""
-        choices, fits = self._solved(parameters, HIDING_CALLS)
-        seconds = self._predict(choices).step_seconds
-        return seconds if fits and seconds is not None else math.inf
+    def _is_faster(self, hidden: Parameters, plain: Parameters) -> bool:
+        """Whether the solver's plan with copies hidden fits and is the faster one in the simulated step."""
+        first, other_first = (self.cost_model.plan(exact(self._problem_at(p)).choices) for p in (hidden, plain))
+        self.cost_model.predictor.ahead([first, other_first])
+        choices, fits = self._solved(hidden, HIDING_CALLS)
+        if not fits:
+            return False
+        seconds, other = self._predict(choices).step_seconds or 0.0, self._predict(other_first)
+        if other.peak_bytes > self._usable_bytes and seconds < (other.step_seconds or 0.0):
+            return True  # what fits is slower still
+        choices, fits = self._solved(plain, HIDING_CALLS)
+        return not fits or seconds < (self._predict(choices).step_seconds or 0.0)
 
 
 def _of_kind(kind: str, front: Choice, back: Choice) -> bool:
