@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,13 +47,14 @@ from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo
 from autockpt.schema.plan import plan_hash
 from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine
-from autockpt.solvers.problem import Problem
+from autockpt.solvers.problem import Problem, peak_of
 from autockpt.solvers.segments import Member
 
 T = TypeVar("T")
 NUMBERS = re.compile(r"\d+")
 SLOWED = 3.0  # the factor by which steps may be slower than op times predict: on a busy machine, not warmed up
 LEAN_CALLS = 4  # ghost runs for finding the leanest plan
+UNIFORM_CALLS = 2  # ghost runs of uniform plans before a budget is refused
 _LEANEST = 2  # plans whose least budget is looked for
 
 
@@ -162,14 +164,17 @@ class CostModel:
         leanest = sorted(plans, key=itemgetter(1))[:_LEANEST]
         return min((self.predictor.within_least_budget(plan).peak_bytes for plan, _ in leanest), default=None)
 
-    def smallest_segmented(self) -> int | None:
-        """The peak in bytes, overhead included, of the leanest plan with segments; None where there is none."""
-        if self.segments is None:
-            return None
-        found = min(map(exact, self.segments.problems(self.problem(0))), key=lambda a: a.peak, default=None)
-        if found is None or self.predictor.over_host(plan := self.plan(found.choices)):
-            return None
-        return self.predictor.predict(plan).peak_bytes
+    def last_resorts(self) -> Iterator[dict[str, Choice]]:
+        """Plans that may fit where the solver's do not: with segments, and with one choice on all blocks and one on the
+        output head, of which the leanest by the menus come first."""
+        problem = self.problem(0)
+        segmented = map(exact, self.segments.problems(problem)) if self.segments is not None else ()
+        yield from (self.plan(found.choices) for found in sorted(segmented, key=lambda a: a.peak)[:1])
+        offered = {unit.name: [option.choice for option in unit.options] for unit in problem.units}
+        heads = [{problem.head: choice} for choice in offered.pop(problem.head)] if problem.head is not None else [{}]
+        common = [choice for choice in offered[self.blocks[0].name] if all(choice in menu for menu in offered.values())]
+        plans = [dict.fromkeys(offered, choice) | head for choice in common for head in heads]
+        yield from map(self.plan, sorted(plans, key=partial(peak_of, problem))[:UNIFORM_CALLS])
 
     def needs(self, smallest_peak: int) -> str:
         """A sentence on what the bytes of the leanest plan are."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import filterfalse, groupby
 
 from autockpt.cost import LEAN_CALLS, CostModel
 from autockpt.errors import InfeasibleError
@@ -42,6 +42,7 @@ from autockpt.tuning.trials import (
 
 MARGINS = (0.0, 0.02, 0.05)  # shares of the budget that are left free in the plans that are tried first
 HIDING_CALLS = 3  # ghost runs for the plan that hides copies, and for the one that does not, to compare them
+SIMPLER = "leanest"  # the name of what fits where the solver's leanest plan does not
 REFITS = (1, 3, 6)  # numbers of scored candidates after which the first points are tried again, with fitted costs
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
 SIMPLE_WORTH = 0.1  # of the step: simple plans that are predicted to be slower than their best by more are not tried
@@ -95,8 +96,11 @@ class SolverProposer(Proposer):
         self.clock.listener.stage("ghost-run baselines", len(baselines) + lean_calls)
         with predictor.watched(self.clock.listener):
             smallest = self.cost_model.smallest_peak(baselines.values(), lean_calls)
-            if budget.budget_bytes is not None and budget.budget_bytes < smallest:
-                smallest = min(smallest, self.cost_model.smallest_segmented() or smallest)
+            if (most := budget.budget_bytes) is not None and most < smallest:
+                # an allocator may divide the memory of a mixed plan so badly that a simpler one is leaner
+                for choices in filterfalse(predictor.over_host, self.cost_model.last_resorts()):
+                    if smallest > most and (peak := self._predict(choices).peak_bytes) < smallest:
+                        smallest, self.seeds = peak, {**self.seeds, SIMPLER: choices}
             self._plain_smallest = smallest
             if self.cost_model.head is not None and budget.kind == "activation_share":  # of baselines
                 self._plain_smallest = self.cost_model.smallest_peak(baselines.values(), lean_calls, plain_head=True)
