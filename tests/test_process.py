@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import autockpt
-from autockpt.process import Child, ChildDied, ChildSilent, child_environment, in_a_fork, last_lines
+from autockpt.process import Child, ChildDied, child_environment, in_a_fork, last_lines
 from tests.children import is_gone
 
 ECHO = """
-import subprocess, sys, time
+import subprocess, sys
 from multiprocessing.connection import Connection
 
 def main(descriptor, code):
@@ -25,8 +25,6 @@ def main(descriptor, code):
         asked = parent.recv()
         if asked == "leave":
             sys.exit(code)
-        if asked == "sleep":
-            time.sleep(600)
         if asked == "child":
             asked = subprocess.Popen(["sleep", "600"]).pid
         parent.send(asked)
@@ -59,13 +57,6 @@ def test_how_a_child_ended_is_reported(child, code: int) -> None:
     with pytest.raises(ChildDied) as caught:
         child.receive()
     assert caught.value.code == code and not child.alive
-
-
-def test_a_silent_child_is_ended(child) -> None:
-    child.send("sleep")
-    with pytest.raises(ChildSilent):
-        child.receive(0.5)
-    assert is_gone(child.pid) and not child.alive
 
 
 def test_closing_ends_all_that_it_started(child) -> None:
