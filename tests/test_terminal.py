@@ -5,7 +5,7 @@ from rich.table import Table
 
 from autockpt import terminal as style
 from autockpt.terminal import plain_table
-from tests.samples import console
+from tests.samples import printed
 
 ROWS = (
     ("*", "recompute all", "yes", "10.1 MiB\n~10.1 MiB", "12.5 ms ±13.2 %", "everything is run again in backward"),
@@ -21,17 +21,10 @@ def table() -> Table:
     return made
 
 
-def printed(width: int) -> str:
-    screen, raw = console(width)
-    screen.print(table())
-    screen.file.flush()
-    return raw.getvalue().decode()
-
-
 def test_nothing_is_lost_at_any_width() -> None:
     letters = sorted("".join(cell for row in ROWS for cell in row).replace(" ", "").replace("\n", ""))
     for width in range(40, 140):
-        text = printed(width)
+        text = printed(lambda screen: screen.print(table()), width=width)
         assert all(len(line) <= width for line in text.splitlines()), width
         body = text[text.rindex("─") + 1 :]
         assert sorted("".join(body.split())) == letters, width

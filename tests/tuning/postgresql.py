@@ -28,30 +28,27 @@ def _binaries() -> Path:
 @contextmanager
 def server() -> Iterator[str]:
     """The URL of a database of its own, with its password."""
-    binaries = _binaries()
+    binaries, more = _binaries(), {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        yield from _serving(binaries, Path(name))
+        folder = Path(name)
+        data, secret = folder / "data", folder / "secret"
+        secret.write_text(PASSWORD)
+        if os.geteuid() == 0:  # the server refuses to run as root
+            more = {"user": "postgres", "cwd": "/"}
+            for path in (folder, secret):
+                shutil.chown(path, "postgres")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
 
+        def call(program: str, *arguments: str) -> None:
+            command = [str(binaries / program), "--pgdata", str(data), *arguments]
+            subprocess.run(command, check=True, timeout=SECONDS, stdout=subprocess.DEVNULL, **more)
 
-def _serving(binaries: Path, folder: Path) -> Iterator[str]:
-    data, secret, more = folder / "data", folder / "secret", {}
-    secret.write_text(PASSWORD)
-    if os.geteuid() == 0:  # the server refuses to run as root
-        more = {"user": "postgres", "cwd": "/"}
-        for path in (folder, secret):
-            shutil.chown(path, "postgres")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def call(program: str, *arguments: str) -> None:
-        command = [str(binaries / program), "--pgdata", str(data), *arguments]
-        subprocess.run(command, check=True, timeout=SECONDS, stdout=subprocess.DEVNULL, **more)
-
-    call("initdb", "--username=someone", "--auth=scram-sha-256", f"--pwfile={secret}", "--no-sync")
-    options = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
-    call("pg_ctl", "start", "--wait", f"--log={folder / 'log'}", f"--options={options}")
-    try:
-        yield f"postgresql+psycopg2://someone:{PASSWORD}@127.0.0.1:{port}/postgres"
-    finally:
-        call("pg_ctl", "stop", "--mode=immediate")
+        call("initdb", "--username=someone", "--auth=scram-sha-256", f"--pwfile={secret}", "--no-sync")
+        options = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
+        call("pg_ctl", "start", "--wait", f"--log={folder / 'log'}", f"--options={options}")
+        try:
+            yield f"postgresql+psycopg2://someone:{PASSWORD}@127.0.0.1:{port}/postgres"
+        finally:
+            call("pg_ctl", "stop", "--mode=immediate")
