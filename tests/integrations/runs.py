@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autockpt.checkpointing.replay_context import recomputing
+from autockpt.policies.base import attached_to
 
 
 class Runs(logging.Filter):
@@ -29,3 +30,7 @@ class Runs(logging.Filter):
         else:
             self.looked += 1
             self.cached += kwargs.get("past_key_values") is not None
+
+
+def untouched(model: nn.Module) -> bool:
+    return not any(attached_to(m) for m in model.modules())

@@ -18,7 +18,8 @@ from autockpt.errors import InfeasibleError, PlanError, UsageError
 from autockpt.integrations.transformers import AutockptCallback
 from autockpt.schema import Plan
 from tests.errors import raises
-from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, untouched, weights
+from tests.integrations.runs import untouched
+from tests.integrations.test_transformers import LLAMA, ROWS, accelerate, sft, trainer, weights
 from tests.policies.zoo import assert_equal
 from tests.runtime.processes import in_processes, needs_gloo
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from autockpt.errors import UsageError
-from autockpt.policies.base import attached_to
 from autockpt.schema import Plan
 from tests.errors import raises
-from tests.integrations.runs import Runs
+from tests.integrations.runs import Runs, untouched
 from tests.policies.zoo import CASES, assert_equal
 
 LLAMA = CASES["llama"]
@@ -62,10 +61,6 @@ def fit(model: Any, folder: Any, callbacks: list[Any], batch_size: int = 2, **mo
     trainer = L.Trainer(callbacks=callbacks, **options | {"enable_checkpointing": False} | more)
     trainer.fit(model, loader, loader)
     return trainer
-
-
-def untouched(model: nn.Module) -> bool:
-    return not any(attached_to(m) for m in model.modules())
 
 
 def callback() -> Any:

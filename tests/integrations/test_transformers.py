@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, PlanError
 from autockpt.integrations.transformers import AutockptCallback
-from autockpt.policies.base import attached_to
 from autockpt.schema.plan import Plan
 from tests.errors import raises
-from tests.integrations.runs import Runs
+from tests.integrations.runs import Runs, untouched
 from tests.policies.zoo import CASES, assert_equal
 
 pytestmark = pytest.mark.slow
@@ -58,10 +57,6 @@ def trainer(folder: Path, model: nn.Module, callbacks: list[Any], **more: Any) -
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def untouched(model: nn.Module) -> bool:
-    return not any(attached_to(m) for m in model.modules())
 
 
 BUSY = {

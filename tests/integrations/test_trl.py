@@ -17,8 +17,8 @@ from autockpt.schema.plan import Plan
 from autockpt.tracing import Tracer
 from autockpt.workload.storages import nested_tensors, storage_bytes
 from tests.errors import raises
-from tests.integrations.runs import Runs
-from tests.integrations.test_transformers import LLAMA, QUIET, accelerate, tokenizer, untouched, weights
+from tests.integrations.runs import Runs, untouched
+from tests.integrations.test_transformers import LLAMA, QUIET, accelerate, tokenizer, weights
 from tests.policies.zoo import assert_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
