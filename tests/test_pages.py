@@ -38,7 +38,6 @@ PAGES = [
 ]
 PROGRAMS = ("autockpt", "python", "pytest", "sh")
 INSTALLS = re.compile(r"^(python3? -m (venv|pip)|pip|names=|for|done|git|\. )")
-LENGTHS = "32\n8 9\n"
 SMALL = {"--model": TWO_LAYERS, "--batch-size": "2", "--seq-len": "32", "--budget": "60%act", "--trials": "1"}
 
 
@@ -231,11 +230,6 @@ def plan(autockpt: Autockpt) -> dict[str, Any]:
     return json.loads(autockpt(*first, "--plan-out", "plan.yaml", "--json"))
 
 
-def room(plan: dict[str, Any]) -> str:
-    """The budget of that search in bytes, for questions that take no share of a job's own peak."""
-    return f"{plan['budget']['bytes'] / 1e6}MB"
-
-
 def test_the_first_job_has_a_feasible_and_binding_budget(autockpt: Autockpt) -> None:
     command = next(c for c in commands_of(ROOT / "README.md") if "llama-small" in c)
     few = "--choices", "save,recompute", "--trials", "1", "--hardware", "cpu"
@@ -274,8 +268,8 @@ def test_a_run_in_python_as_its_page_shows_it(plan: dict[str, Any]) -> None:
 
 
 def test_one_plan_for_sequences_of_all_lengths(autockpt: Autockpt) -> None:
-    """Simulated; measured among the campaigns."""
-    Path("lengths.txt").write_text(LENGTHS)
+    """Simulated; ``tests/integrations/test_at_start.py`` measures one."""
+    Path("lengths.txt").write_text("32\n8 9\n")
     command = small(on("docs/integrations.md", "--lengths"), budget="24GB")
     command[-2:] = "--hardware", "rtx4090"  # instead of --device cpu
     assert json.loads(autockpt(*command, "--json"))["settings"]["seq_len"] == 32
@@ -307,16 +301,6 @@ def test_a_simulated_search(autockpt: Autockpt) -> None:
         pytest.importorskip("bitsandbytes")
     answer = json.loads(autockpt(*small(command), "--json"))
     assert answer["plan"]["predicted"]["peak_bytes"] <= answer["budget"]["bytes"]
-
-
-@pytest.mark.campaign
-def test_questions_that_are_several_searches_in_real_steps(autockpt: Autockpt, plan: dict[str, Any]) -> None:
-    command = small(on("docs/integrations.md", "--global-batch"), budget=room(plan), global_batch="2")
-    assert json.loads(autockpt(*command, "--json"))["outcome"]["source"] == "measured"
-    Path("lengths.txt").write_text(LENGTHS)
-    command = small(on("docs/integrations.md", "--lengths"), budget=room(plan))
-    run = json.loads(autockpt(*command, "--json"))["run_directory"]
-    assert autockpt("history", run) and autockpt("verify", run, "--device", "cpu")
 
 
 def test_a_step_as_a_graph_of_torch_fx(capsys: pytest.CaptureFixture[str]) -> None:
