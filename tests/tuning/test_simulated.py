@@ -22,8 +22,9 @@ from autockpt.tuning import run_search
 from autockpt.tuning.targets import measured
 from tests.errors import raises
 from tests.measuring.sharded_models import Layer
+from tests.policies.zoo import assert_equal
 from tests.tuning.small import TWO_LAYERS, fewer_alternatives
-from tests.unrepeated import equal, gradients, one_block, unet
+from tests.unrepeated import gradients, one_block, unet
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +167,6 @@ def test_a_unet_is_cut_planned_and_trained_exactly(tmp_path: Path) -> None:
     assert any("Nothing repeats" in note for note in outcome.notes)
     step, saving = unet(), dict.fromkeys(plan.settings["units"].split(","), SAVE)
     assert any(choice != SAVE for choice in plan.expand_planned().values())
-    assert equal(gradients(step, saving), gradients(step, plan))
+    assert_equal(gradients(step, plan), gradients(step, saving))
     with raises(PlanError):
         apply(one_block().model, plan)
