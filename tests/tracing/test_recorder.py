@@ -158,8 +158,6 @@ def test_a_gradient_that_someone_holds_is_not_overwritten() -> None:
         first = hidden.sin()
         first.register_hook(lambda gradient: held.append(gradient))
         (first.view(16) + hidden.cos()).sum().backward()
-    copies = [gradient.clone() for gradient in held]
-    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
     expected = leaf.detach().cos() - leaf.detach().sin()
     assert leaf.grad is not None and torch.allclose(leaf.grad, expected)
 

@@ -128,14 +128,6 @@ def test_a_full_step_has_an_optimizer_phase() -> None:
         in_this_process(whole)
 
 
-def test_accelerator_optimizers_update_all_parameters_at_once() -> None:
-    with Tracer.from_spec(WorkloadSpec(model="llama-tiny"), device="cuda", fallback=False) as tracer:
-        graph = tracer.trace({tracer.units[0].name: OFFLOAD})
-    updates = [op.target for op in graph.ops if op.phase == "optimizer"]
-    assert any("_foreach_" in target for target in updates)
-    assert all(c.awaited is None or c.issued < c.awaited for c in graph.copies if c.direction == "out")
-
-
 def optimized(**flags: Any) -> Step:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     made = flags.pop("made", torch.optim.AdamW)(model.parameters(), **flags)

@@ -1,7 +1,6 @@
 """The search keeps its promises on a made-up device whose optimum is known."""
 
 import math
-from itertools import islice
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -29,8 +28,6 @@ from autockpt.schema import (
 from autockpt.schema.baselines import ALL, EVERY_2, NONE, baseline_plans
 from autockpt.schema.run_directory import RunDirectory, best
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.proposers.solver import SolverProposer
-from autockpt.tuning.targets.base import Target
 from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.trials import Candidate, Score, Trials
 from tests.errors import raises
@@ -404,16 +401,6 @@ def test_a_plan_over_the_host_budget_is_no_rival() -> None:
         asked: dict[str, int] = {}
         search(FastCopies(), "50%act", host_budget=host_budget)
         assert (asked[every_2] == 1) is brief
-
-
-def test_late_no_baseline_is_ghost_run_to_find_rivals() -> None:
-    model = MadeUpDevice().profiled()
-    request, clock = SearchRequest(budget=parse_budget("50%act")), Clock(Silence(), timeout=1e-9)
-    proposer = SolverProposer(request, model, Target(), Trials(None), clock)
-    proposer.begin()
-    loop: Any = SimpleNamespace(used_up=lambda: True)
-    assert [candidate.name for candidate in islice(proposer.baseline_candidates(loop), 2)] == [NONE, ALL]
-    assert model.predictor.known(proposer.baselines[EVERY_2]) is None
 
 
 @pytest.mark.parametrize("budget", ["30%act", "80%act"])
