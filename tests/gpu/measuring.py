@@ -33,11 +33,9 @@ def running(
         runner.close()
 
 
-@contextmanager
-def ghosts(spec: WorkloadSpec, device_name: str) -> Iterator[Tracer]:
+def ghosts(spec: WorkloadSpec, device_name: str) -> Tracer:
     """Ghost runs of the workload, with the device's kernels."""
-    with Tracer.from_spec(spec, device=get_device(device_name).torch_device) as tracer:
-        yield tracer
+    return Tracer.from_spec(spec, device=get_device(device_name).torch_device)
 
 
 def repeatable(device_name: str) -> AbstractContextManager[object]:

@@ -77,26 +77,21 @@ def in_the_pipeline(rank: int, model: nn.Module, schedule: str, kept: bool) -> t
 
 
 def stages(rank: int) -> list[str]:
-    cases = [("gpipe", True), ("1f1b", False)]
-    return [f"{schedule}, {kept}: {line}" for schedule, kept in cases for line in stage_in(rank, schedule, kept)]
-
-
-def stage_in(rank: int, schedule: str, kept: bool) -> list[str]:
-    wrong = []
-    model = part(rank)
-    names = ("layers.0", "layers.1")
-    _, plain = in_the_pipeline(rank, model, schedule, kept)
-    with Tracer.from_step(step_of(rank, SCHEDULES[schedule][1][rank], return_outputs=kept)) as tracer:
-        for kind in ("save", "recompute", "offload"):
-            choices = dict.fromkeys(names, parse_choice(kind))
-            graph = tracer.trace(choices)
-            foretold = graph.peak_bytes - graph.resident_bytes
-            with autockpt.apply(model, choices):
-                peak, gradients = in_the_pipeline(rank, model, schedule, kept)
-            if abs(foretold - peak) > max(0.02 * peak, 0.3 * 2**20):
-                wrong.append(f"{kind}: {foretold} bytes foretold, {peak} in the pipeline")
-            if not all(map(torch.equal, plain, gradients)):
-                wrong.append(f"{kind}: gradients differ")
+    wrong, names = [], ("layers.0", "layers.1")
+    for schedule, kept in (("gpipe", True), ("1f1b", False)):
+        model = part(rank)
+        _, plain = in_the_pipeline(rank, model, schedule, kept)
+        with Tracer.from_step(step_of(rank, SCHEDULES[schedule][1][rank], return_outputs=kept)) as tracer:
+            for kind in ("save", "recompute", "offload"):
+                choices = dict.fromkeys(names, parse_choice(kind))
+                graph = tracer.trace(choices)
+                foretold = graph.peak_bytes - graph.resident_bytes
+                with autockpt.apply(model, choices):
+                    peak, gradients = in_the_pipeline(rank, model, schedule, kept)
+                if abs(foretold - peak) > max(0.02 * peak, 0.3 * 2**20):
+                    wrong.append(f"{schedule}, {kind}: {foretold} bytes foretold, {peak} in the pipeline")
+                if not all(map(torch.equal, plain, gradients)):
+                    wrong.append(f"{schedule}, {kind}: gradients differ")
     return wrong
 
 

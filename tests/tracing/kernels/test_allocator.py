@@ -1,6 +1,5 @@
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,32 +84,23 @@ def test_a_hole_that_is_too_small_is_fragmentation() -> None:
     assert (peak.allocated, peak.reserved) == (70 * MIB, 100 * MIB)
 
 
-def drive(a: CachingAllocator, steps: list[tuple[bool, int]], check: Callable[[list[Block]], None]) -> None:
-    live: list[Block] = []
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.one_of(st.none(), st.integers(2 * MIB, 300 * MIB)))
+def test_what_is_handed_out_never_overlaps_and_is_counted(steps: list[tuple[bool, int]], limit: int | None) -> None:
+    a, live = CachingAllocator(limit), list[Block]()
     for ask, number in steps:
         if ask:
             if (block := a.allocate(number)) is not None:
                 live.append(block)
         elif live:
             a.free(live.pop(number % len(live)))
-        check(live)
-    for block in live:
-        a.free(block)
-
-
-@settings(max_examples=60, deadline=None)
-@given(STEPS, st.one_of(st.none(), st.integers(2 * MIB, 300 * MIB)))
-def test_what_is_handed_out_never_overlaps_and_is_counted(steps: list[tuple[bool, int]], limit: int | None) -> None:
-    a = CachingAllocator(limit)
-
-    def check(live: list[Block]) -> None:
         ranges = sorted((b.address, b.address + b.size) for b in live)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
         assert a.allocated == sum(b.size for b in live)
         assert a.allocated <= a.reserved
         assert limit is None or a.reserved <= limit
-
-    drive(a, steps, check)
+    for block in live:
+        a.free(block)
     assert a.allocated == 0
     a.release_cached()
     assert a.reserved == 0

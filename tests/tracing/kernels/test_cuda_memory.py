@@ -61,20 +61,16 @@ def step(dtype: str = "bfloat16") -> Graph:
     )
 
 
-def consistent(graph: Graph) -> None:
-    """What every graph promises."""
-    assert graph.resident_bytes == sum(s.bytes for s in graph.storages if s.birth < 0)
-    assert graph.resident_bytes == sum(graph.resident.values())
-    ids = [s.id for s in graph.storages]
-    assert len(set(ids)) == len(ids)
-    for s in graph.storages:
-        assert s.bytes >= 0 and s.birth < len(graph.ops)
-        assert s.death is None or s.birth <= s.death
-
-
 def seen(graph: Graph, device: Hardware | None = None, **spec: Any) -> Graph:
+    """The same step on a device; consistent, as every graph is."""
     result = as_seen_by(device or CARD, graph, WorkloadSpec(model="m", **spec))
-    consistent(result)
+    assert (
+        result.resident_bytes == sum(s.bytes for s in result.storages if s.birth < 0) == sum(result.resident.values())
+    )
+    assert len({s.id for s in result.storages}) == len(result.storages)
+    for s in result.storages:
+        assert s.bytes >= 0 and s.birth < len(result.ops)
+        assert s.death is None or s.birth <= s.death
     assert result.ops == graph.ops and result.units == graph.units
     return result
 
