@@ -170,17 +170,14 @@ class Slow(MadeUpCompiler):
         peak, seconds = super().costs(choices)
         return peak, seconds / 10
 
-    def takes(self, seconds: float) -> None:
-        self.now += seconds
-
     def measure(self, choices: Mapping[str, Choice], **more: Any) -> Measurement:
         found = super().measure(choices, **more)
-        self.takes(self.compiling + 5 * found.step_seconds)
+        self.now += self.compiling + 5 * found.step_seconds
         return found
 
     def compare(self, plans: Mapping[str, Mapping[str, Choice]], *, rounds: int = 5) -> dict[str, list[float]]:
         times = super().compare(plans, rounds=rounds)
-        self.takes(1.1 * 2 * sum(map(sum, times.values())))
+        self.now += 1.1 * 2 * sum(map(sum, times.values()))
         return times
 
 

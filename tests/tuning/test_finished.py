@@ -1,12 +1,11 @@
 """A search that came to its end is answered from the record; asked for more, it goes on and says what changed."""
 
-import functools
 import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import optuna
@@ -37,15 +36,12 @@ def files_entered(search: Callable[[], Any]) -> set[str]:
     """The files that a search's request walks through: those of functions that are called with it as an argument."""
     found: set[str] = set()
 
-    @functools.cache
-    def arguments(code: CodeType) -> tuple[str, ...]:
-        ours = code.co_filename.startswith(str(ROOT)) and code.co_name != "<genexpr>"
-        return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if ours else ()
-
     def watch(frame: FrameType, event: str, _: Any) -> None:
-        names = arguments(frame.f_code)
-        if names and any(isinstance(frame.f_locals.get(name), SearchRequest) for name in names):
-            found.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
+        code = frame.f_code
+        if code.co_filename.startswith(str(ROOT)) and code.co_name != "<genexpr>":
+            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if any(isinstance(frame.f_locals.get(name), SearchRequest) for name in arguments):
+                found.add(str(Path(code.co_filename).relative_to(ROOT)))
 
     before = sys.gettrace()
     sys.settrace(watch)  # calls only, as it returns nothing that would watch the lines
