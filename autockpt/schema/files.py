@@ -168,4 +168,8 @@ def unwritable(path: Path) -> str:
     if not path.exists() and not above.is_dir():
         return f"{above} is no directory"
     wanted = os.W_OK if path.exists() else os.W_OK | os.X_OK
-    return "" if os.access(above, wanted) else f"{above} is not yours to write to"
+    if os.access(above, wanted):
+        return ""
+    if os.statvfs(above).f_flag & os.ST_RDONLY:
+        return f"{above} is on a file system that is mounted read-only"
+    return f"{above} is not yours to write to"

@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,13 @@ def test_what_cannot_be_written_is_known_before(tmp_path: Path) -> None:
     assert unwritable(tmp_path) == "it is a directory, not a file"
     assert "is no directory" in unwritable(tmp_path / "file" / "plan.yaml")
     assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+@pytest.mark.parametrize(("flags", "why"), [(0, "not yours"), (os.ST_RDONLY, "read-only")])
+def test_why_a_folder_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, why: str) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
+    assert str(tmp_path) in unwritable(tmp_path / "plan.yaml") and why in unwritable(tmp_path / "plan.yaml")
 
 
 def test_only_regular_files_are_opened_and_links_only_to_read(tmp_path: Path) -> None:
