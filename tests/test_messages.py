@@ -45,6 +45,7 @@ MISTAKES = (
     "search --hardware 'RTX 4090'",
     "search --hardware rtx4090 --device cpu",
     "search --budget 24GB --global-batch 8 --lengths 512:3",
+    "search --budget 24GB --model llama-tiny --seq-len auto --lengths 512:3",
     "explain",
     "explain llama-tiny",
     "explain --model llama-tiny --ops --budget 24GB",

@@ -110,6 +110,7 @@ def search_request(
     device: str | None = None,
     global_batch: int | None = None,
     lengths: Any = None,
+    longest: bool = False,
     **more: Any,
 ) -> SearchRequest:
     """Parse arguments into a request; ``more`` are further fields of it. Raises UsageError for contradictions.
@@ -131,6 +132,11 @@ def search_request(
             remedy="Find the micro-batch with --global-batch at the longest sequence first, then give it as "
             "--batch-size with --lengths.",
         )
+    if longest and lengths is not None:
+        raise UsageError(
+            "--seq-len auto and --lengths cannot be combined",
+            remedy="Leave one of the two out: --seq-len auto looks for one length, and --lengths gives all of them.",
+        )
     try:
         return SearchRequest(
             budget=parse_budget(budget).with_headroom(headroom, simulated=described is not None),
@@ -142,6 +148,7 @@ def search_request(
             device=device,
             rows_per_update=global_batch,
             lengths=None if lengths is None else lengths_of(lengths),
+            longest=longest,
             **more,
         )
     except ValidationError as error:

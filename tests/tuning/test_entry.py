@@ -17,7 +17,17 @@ from tests.errors import raises
 SPEC = WorkloadSpec(model="llama-tiny", seq_len=64)
 
 
-@pytest.mark.parametrize("wrong", [{"global_batch": 0}, {"host_budget": 0}, {"trials": 0}, {"no_option": 1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"global_batch": 0},
+        {"global_batch": 8, "lengths": "512:3"},
+        {"longest": True, "lengths": "512:3"},
+        {"host_budget": 0},
+        {"trials": 0},
+        {"no_option": 1},
+    ],
+)
 def test_what_makes_no_sense_is_refused_with_what_to_do(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         search_request(budget="24GB", **wrong)
