@@ -21,7 +21,7 @@ from autockpt.schema import Budget, Environment, Graph, Hardware, OpTimes, Searc
 from autockpt.schema.choices import IN_TILES, RECOMPUTE, SAVE, Choice, ChunkedLoss, parse_choice
 from autockpt.schema.request import Listener, SearchRequest, Silence
 from autockpt.tracing import Tracer
-from autockpt.tracing.cuts import left_out_notes
+from autockpt.tracing.cuts import left_out_notes, no_head_notes
 from autockpt.tuning.shallow_twin import open_twin, transplanted
 
 CHUNKS = (256, 1024, 4096)
@@ -90,8 +90,9 @@ class TracedModel:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A note on modules that hold much and are no units, unless the user named the units."""
-        return () if self.tracer.settings.get("units") else left_out_notes(self.plain, self.tracer.outside)
+        """Notes on modules that hold much and are no units, unless the user named the units, and on an unknown head."""
+        modules = () if self.tracer.settings.get("units") else left_out_notes(self.plain, self.tracer.outside)
+        return (*modules, *(no_head_notes(self.plain) if self.space.head and self.tracer.head is None else ()))
 
     @property
     def graphs(self) -> list[Graph]:

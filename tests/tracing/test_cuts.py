@@ -71,6 +71,23 @@ def test_large_modules_outside_units_are_named_largest_first(plain: Tracer) -> N
     assert advised(said) == "blocks.0-3,lstm,front"
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_logits_of_an_unknown_head_are_noted(known: bool) -> None:
+    class Own(nn.Sequential):
+        if known:
+
+            def get_output_embeddings(self) -> nn.Module:
+                return self[-1]
+
+    model = Own(nn.Embedding(999, WIDTH), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 999))
+    tokens = torch.zeros(64, dtype=torch.long)
+    step = Step(model, tokens, loss=lambda model, batch: nn.functional.cross_entropy(model(batch), batch))
+    with Tracer.from_step(step) as made:
+        notes = trace_model(made, SearchSpace()).left_out
+        assert trace_model(made, SearchSpace().restricted(("recompute",))).left_out == (), "no choice for it is wanted"
+    assert any("get_output_embeddings" in note for note in notes) is not known
+
+
 def test_who_follows_the_advice_hears_no_more_of_it(plain: Tracer) -> None:
     (said,) = trace_model(plain, SearchSpace().restricted(("save", "recompute"))).left_out
     with tracer(advised(said)) as named:
