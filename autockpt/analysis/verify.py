@@ -164,7 +164,10 @@ def _with_set(report: VerifyReport, plan: Plan, found: VerifyReport) -> VerifyRe
 def _open(subject: WorkloadSpec | Step, device: str | None, plan: Plan, listener: Listener) -> Iterator[Measurer]:
     """What measures the subject."""
     more = {"host_budget": plan.host_budget_bytes, "compile": plan.compile}
-    with device_lock(get_device(device if isinstance(subject, WorkloadSpec) else str(subject.device)), listener.note):
+    here = get_device(device if isinstance(subject, WorkloadSpec) else str(subject.device))
+    if here.kind == "cpu" and plan.environment is not None and (planned := plan.environment.device).kind != here.kind:
+        listener.note(f"The plan is for {planned.name}. Here its steps run on the CPU: minutes each for a large model.")
+    with device_lock(here, listener.note):
         if isinstance(subject, WorkloadSpec):
             opened: Measurer = WorkerMeasurer(subject, device, **more)
         else:

@@ -22,6 +22,7 @@ from autockpt.schema import (
     Plan,
     Prediction,
     ResolvedBudget,
+    Silence,
     Unit,
     WorkloadSpec,
 )
@@ -110,6 +111,22 @@ def test_a_live_workload_is_measured_here_and_put_back():
     assert report.passed
     assert "the plan was written by hand" in report.notes[0]
     assert all(torch.equal(t, before[n]) for n, t in work.model.state_dict().items())
+
+
+def test_steps_on_a_cpu_for_another_device_are_announced_before_the_first():
+    events: list[str] = []
+
+    class Recorded(Silence):
+        def stage(self, name: str, total: int | None = None) -> None:
+            events.append("stage")
+
+        def note(self, text: str) -> None:
+            events.append(text)
+
+    card = Environment(device=DeviceInfo(kind="cuda", name="a card", capacity_bytes=1), versions={})
+    plan = Plan(choices={"**": RECOMPUTE}, environment=card)
+    report = verify(plan, workload(optimizer=None), listener=Recorded(), steps=1)
+    assert report.passed and "a card" in events[0] and "CPU" in events[0] and set(events[1:]) == {"stage"}
 
 
 DRIFT = Tally()
