@@ -355,13 +355,13 @@ class CheckedTensor:
         type or shape is another."""
         if self._print is None:
             return
-        value, node, why = local_part(value), _current_node(), None
+        value, node = local_part(value), _current_node()
         if stream_of(value.device) != self._stream:
             why = _OTHER_STREAM
         elif node is not None and left_unwritten(node, value):
             why = "a tensor that its kernel need not write"
-        elif why_not(value) is not None:
-            why = "a tensor that came back as another kind"
+        else:
+            why = why_not(value)
         if why is not None:
             self._call.unit.proof.unchecked[why] += 1
             return

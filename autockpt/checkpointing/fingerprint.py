@@ -54,19 +54,11 @@ def quietly() -> Iterator[None]:
 
 def why_not(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no fingerprint; None where it has one. Parameters count as plain tensors."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return f"a tensor of type {type(tensor).__name__}"
-    if tensor.layout is not torch.strided:
-        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
-    if tensor.is_quantized or tensor.is_nested:
-        return "a quantized tensor" if tensor.is_quantized else "a nested tensor"
-    if tensor.is_conj() or tensor.is_neg():
-        return "a view that conjugates or negates"
-    if tensor.is_meta:
-        return "a tensor without data (meta)"
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return "a tensor whose memory was given back (sharded)"
-    return None
+    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_meta
+        if not odd and (not tensor.numel() or tensor.untyped_storage().nbytes()):
+            return None
+    return "a tensor that is no plain one, or has no memory (sharded)"
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

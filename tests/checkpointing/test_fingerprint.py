@@ -140,15 +140,12 @@ def test_scattered_elements_are_read_as_words(dtype: torch.dtype) -> None:
     assert of(values[::2]) == of(values[::2].clone()) != of(values[1::2])
 
 
-def test_what_has_none_is_named() -> None:
-    values = torch.eye(3)
-    assert why_not(values.to_sparse()) == "a tensor of layout sparse_coo"
-    assert why_not(values.to("meta")) == "a tensor without data (meta)"
-    assert why_not(torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)) == "a quantized tensor"
-    assert "conjugates" in str(why_not(values.cfloat().conj()))
-    given_back = torch.ones(3)
+def test_only_plain_tensors_with_memory_have_one() -> None:
+    values, given_back = torch.eye(3), torch.ones(3)
     given_back.untyped_storage().resize_(0)
-    assert "given back" in str(why_not(given_back))
+    quantized = torch.quantize_per_tensor(values, 0.1, 0, torch.qint8)
+    for other in (values.to_sparse(), values.to("meta"), quantized, values.cfloat().conj(), given_back):
+        assert why_not(other) is not None
     assert why_not(nn.Parameter(values)) is None
 
 
