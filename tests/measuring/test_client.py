@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.process import last_lines
 from autockpt.schema import RECOMPUTE, WorkloadSpec
-from tests.children import is_gone
+from tests.children import Say, forked, is_gone
 from tests.errors import raises
 from tests.measuring.small_workloads import FACTORY, Steps
 
@@ -184,24 +182,19 @@ def test_ctrl_c_ends_the_worker(stand_in):
     assert pid_of(stand_in) != first
 
 
-def test_the_worker_ends_with_its_parent(factory, tmp_path):
+def test_the_worker_ends_with_its_parent(factory):
     """Even a parent that is killed takes it along, in the middle of a request."""
-    script = """
-import threading, time
-from autockpt.measuring import WorkerMeasurer
-from autockpt.schema import WorkloadSpec
-measurer = WorkerMeasurer(WorkloadSpec(model="my_factory:make"), "cpu")
-print(measurer.call("autockpt.probe:pid", {})["pid"], flush=True)
-measurer.call("autockpt.probe:sleep", {"seconds": 600})
-"""
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
+
+    def work(say: Say) -> None:
+        measurer = WorkerMeasurer(spec(), "cpu")
+        say(pid_of(measurer))
+        measurer.call("autockpt.probe:sleep", {"seconds": 600})
+
+    parent = forked(work)
+    worker = parent.receive()
     time.sleep(0.2)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    assert is_gone(pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    assert is_gone(worker)
 
 
 def test_the_users_mistakes_arrive_with_their_place(start):
