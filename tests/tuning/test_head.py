@@ -15,7 +15,7 @@ from autockpt.tuning import run_search, search_request
 from autockpt.tuning.infeasible import INEXACT
 from autockpt.workload import Step
 from tests.errors import raises
-from tests.tuning.small import LOGITS, live, llama_in
+from tests.tuning.small import LOGITS, fewer_alternatives, live, llama_in
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ def test_measured_it_holds_the_budget_with_plain_plans_beside_it(heavy: SearchRe
     changes = {
         "budget": parse_budget("60%"),
         "workload": spec,
-        "trials": 4,
+        "trials": 1,
         "out": tmp_path,
         "hardware": None,
         "device": "cpu",
@@ -97,8 +97,9 @@ def step(tmp_path: Path) -> Step:
     return Step(made.model, made.batch)
 
 
-def test_a_live_search_names_the_alternative_and_takes_it(step: Step) -> None:
-    asked = {"budget": "16MB", "choices": ("recompute",), "trials": 3}
+def test_a_live_search_names_the_alternative_and_takes_it(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer_alternatives(monkeypatch)
+    asked = {"budget": "16MB", "choices": ("recompute",), "trials": 1}
     with pytest.raises(InfeasibleError) as caught:
         run_search(search_request(step=step, **asked))
     assert f"{INEXACT}: fits with" in caught.value.remedy
@@ -113,7 +114,7 @@ def test_a_live_search_names_the_alternative_and_takes_it(step: Step) -> None:
 
 
 def test_a_live_search_stays_within_its_host_budget(step: Step) -> None:
-    asked = search_request(budget="90%act", step=step, choices=("offload",), trials=3, host_budget="200KB")
+    asked = search_request(budget="90%act", step=step, choices=("offload",), trials=1, host_budget="200KB")
     plan = run_search(asked).plan
     assert plan is not None and plan.host_budget_bytes == 200_000
     assert plan.measured is not None and plan.measured.host_bytes <= 200_000

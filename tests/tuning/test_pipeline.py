@@ -31,17 +31,17 @@ def asked(model: str, stage: str, **more: object) -> PipelineAnswer:
 
 @pytest.mark.slow
 def test_each_stage_gets_a_plan_and_a_better_cut_is_named(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
     model = llama_in(tmp_path / "model", vocab_size=256000, **sizes)
     found = asked(model, "2", out=tmp_path, plan_out=tmp_path / "plan.yaml")
-    assert [(stage.stage, stage.layers) for stage in found.stages] == [("0/2", 4), ("1/2", 4)]
+    assert [(stage.stage, stage.layers) for stage in found.stages] == [("0/2", 2), ("1/2", 2)]
     first, last = found.stages
     assert found.slowest is last
     assert [Plan.load(tmp_path / f"plan_{i}.yaml").hash for i in (0, 1)] == [stage.plan.hash for stage in found.stages]
     best = first.outcome.plan
     assert best is not None and best.predicted is not None
     assert first.score.peak_bytes < best.predicted.peak_bytes and seconds(first) <= seconds(last)
-    assert found.faster_cut[0] > 4 and sum(found.faster_cut) == 8
+    assert found.faster_cut == (3, 1)
     again = asked(model, ",".join(map(str, found.faster_cut)))
     assert [stage.layers for stage in again.stages] == list(found.faster_cut)
     assert seconds(again.slowest) == pytest.approx(found.cut_seconds, rel=0.03)
