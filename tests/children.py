@@ -27,6 +27,11 @@ def forked(work: Callable[[Say], object], *, leads: bool = False) -> Child:
 
     Nothing that it prints is seen but the traceback of what it raises. ``leads``: all that it starts ends with it.
     """
+    return connected(lambda theirs: work(theirs.send), leads=leads)
+
+
+def connected(work: Callable[[Connection], object], *, leads: bool) -> Child:
+    """The same, whose ``work`` is given its end of the connection."""
 
     def start(theirs: Connection) -> int:
         sys.stdout.flush()
@@ -41,7 +46,7 @@ def forked(work: Callable[[Say], object], *, leads: bool = False) -> Child:
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, 0)
             os.dup2(nothing, 1)
-            work(theirs.send)
+            work(theirs)
             code = 0
         except BaseException:
             traceback.print_exc()

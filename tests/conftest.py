@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import IO, Any
@@ -21,13 +20,14 @@ import torch
 from hypothesis import settings
 
 from autockpt.measuring import client, runner
-from autockpt.process import Child, close_inherited
+from autockpt.process import Child
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.tracing import pool, process, tracer
 from autockpt.tracing.process import GhostProcess
 from autockpt.tracing.traced_run import GhostRun
 from tests import kept_graphs
 from tests.accelerator import accelerator  # noqa: F401  a fixture
+from tests.children import connected
 from tests.device import ON_CUDA
 
 if ON_CUDA:
@@ -91,27 +91,16 @@ class _ForkedChild(Child):
 
     @classmethod
     def spawn(cls, module: str, *descriptors: int, log: IO[bytes], environment: Mapping[str, str]) -> Child:
-        def start(theirs: Connection) -> int:
-            if pid := os.fork():
-                return pid
-            try:
-                os.setsid()
-                close_inherited()
-                with open(os.devnull) as nothing:
-                    os.dup2(nothing.fileno(), 0)
-                for number, name in ((1, "stdout"), (2, "stderr")):
-                    os.dup2(log.fileno(), number)
-                    setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115  as long as it runs
-                os.environ.clear()
-                os.environ.update(environment)
-                sys.path[:0] = os.getcwd(), *environment["PYTHONPATH"].split(os.pathsep)
-                importlib.import_module(module).main(theirs.fileno(), *descriptors)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
+        def work(theirs: Connection) -> None:
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(log.fileno(), number)
+                setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115  as long as it runs
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.path[:0] = os.getcwd(), *environment["PYTHONPATH"].split(os.pathsep)
+            importlib.import_module(module).main(theirs.fileno(), *descriptors)
 
-        return cls(start, leads=True)
+        return connected(work, leads=True)
 
 
 if FORKS:
