@@ -189,7 +189,7 @@ def batch_setting(size: int, rows: int, outcome: SearchOutcome) -> BatchSetting:
 
 NOTES = (
     "The rows of an update stay the same: its gradient is summed in another order, so it is equal up to rounding. "
-    "Losses that balance experts are taken over a micro-batch, so with another one they are others.",
+    "Losses that balance experts are taken over a micro-batch, so they change with its size.",
     "Where rows hold different numbers of labels, a mean over them weights micro-batches otherwise than one whole "
     "batch does. transformers' Trainer puts that right; in a loop of your own with a causal language model count the "
     "labels of all micro-batches first, n = sum(b['labels'][:, 1:].ne(-100).sum() for b in micro_batches), and take "
