@@ -342,9 +342,3 @@ def _text(arg: Any, name: Callable[[Value], str]) -> str:
     if type(arg) is Read:
         return f"{name(arg.value)} {arg.geometry}"
     return f"[{', '.join(_text(part, name) for part in arg)}]" if type(arg) is list else repr(arg)
-
-
-def difference(one: Recipe, other: Recipe) -> str:
-    """The first thing that two calls did not do alike, in words."""
-    pairs = zip(one.content, other.content, strict=False)
-    return next((f"{a} where it was {b}" for a, b in pairs if a != b), "more or fewer ops")

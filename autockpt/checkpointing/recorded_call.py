@@ -55,7 +55,7 @@ from autockpt.checkpointing.arguments import Held, hold, unpack
 from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, difference, form_of, laid_out, plan
+from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, form_of, laid_out, plan
 from autockpt.checkpointing.replay_context import (
     AutocastState,
     autocast_is_on,
@@ -184,8 +184,8 @@ class RecordedUnit(CheckpointedUnit):
             if followed and before.forms == recipe.forms:
                 known.recipe = None
                 raise RerunMismatch(
-                    f"{self.name} has changed within the last {followed} calls what it does: "
-                    f"{difference(recipe, before)}. What backward rematerialized in these calls may be wrong",
+                    f"{self.name} has changed within the last {followed} calls what it does, and what backward "
+                    "rematerialized in these calls may be wrong",
                     remedy=f"Use `recompute` or `save` on {self.name}: a number, a flag or a tensor that its forward "
                     "reads from outside of its modules is not what it was. Go back to a checkpoint from before.",
                 )

@@ -223,7 +223,7 @@ def test_another_branch_is_found_by_the_next_recording() -> None:
     for _ in range(4):
         gradients(layer, 8, 0)
     now[0] = torch.tanh
-    with raises(RerunMismatch, "0", "tanh"):
+    with raises(RerunMismatch, "0", "within the last"):
         for _ in range(recorded_call.RecordedUnit.gap + 1):
             gradients(layer, 8, 0)
 
