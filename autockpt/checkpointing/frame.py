@@ -32,7 +32,7 @@ from autockpt.checkpointing.kv_cache import CannotBeCopied
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.op_recorder import is_plain
 from autockpt.checkpointing.replay_context import ReplayContext, one_at_a_time, running_again
-from autockpt.checkpointing.unit import CheckpointedUnit
+from autockpt.checkpointing.unit import CheckpointedUnit, holds_other_values, is_in_pieces
 from autockpt.errors import AutockptError, ConflictError, InPlaceError
 
 SMALL_SHARE = 0.125
@@ -328,11 +328,11 @@ class CheckpointFrame:
                 remedy="Change it after backward: an optimizer step before the last backward of a graph does this.",
             )
         exchanged = unit.exchanged(self._parameters)
-        if any(place.is_in_pieces for place in exchanged) and (unshard := getattr(unit.module, "unshard", None)):
+        if any(map(is_in_pieces, exchanged)) and (unshard := getattr(unit.module, "unshard", None)):
             # FSDP2 gathers them; its own backward, or the end of this one, lets them go again
             unshard()  # type: ignore[operator]
             exchanged = unit.exchanged(self._parameters)
-        if any(place.is_in_pieces for place in exchanged) or unit.lost_memory():
+        if any(map(is_in_pieces, exchanged)) or unit.lost_memory():
             raise ConflictError(
                 f"the parameters of {unit.name} are sharded while it runs again in backward",
                 remedy="Choose recompute or save for it, or keep parameters whole after forward "
@@ -340,7 +340,7 @@ class CheckpointFrame:
                 "segment's units together).",
             )
         # as ``functional_call`` put them in the place of parameters
-        return [Entry(place.home, place.name, place.then, None, 0) for place in exchanged if place.holds_other_values]
+        return [entry for entry in exchanged if holds_other_values(entry)]
 
 
 def identity(tensor: Any) -> Any:

@@ -6,45 +6,16 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from autockpt.checkpointing.divergence import FIRST_CALLS, LONGEST, Schedule, UnitCheck
-from autockpt.checkpointing.module_state import ModuleState
+from autockpt.checkpointing.module_state import Entry, ModuleState
 from autockpt.checkpointing.replay_context import Place, accelerators_of
 
 _type_of = operator.attrgetter("dtype", "requires_grad", "device")
-
-
-class Exchanged(NamedTuple):
-    """A parameter's place, what was in it, and what is there now."""
-
-    home: dict[str, Any]
-    name: str
-    then: torch.Tensor | None
-    now: torch.Tensor | None
-
-    @property
-    def is_in_pieces(self) -> bool:
-        """Whether FSDP2 (another type), or FullyShardedDataParallel with original parameters, has taken it apart."""
-        apart = hasattr(self.now, "to_local") and not hasattr(self.then, "to_local")
-        return apart or hasattr(self.now, "_fsdp_flattened")
-
-    @property
-    def holds_other_values(self) -> bool:
-        """Whether other values are there. FSDP and accelerate exchange objects for the same values.
-
-        So does PEFT's DoRA on the CPU: each forward puts another object over the same packed, frozen weight.
-        """
-        then, now = self.then, self.now
-        if then is None or now is None or then.is_meta or now.is_meta:
-            return False
-        packed = type(now).__name__ in ("Params4bit", "Int8Params") and not now.requires_grad
-        if packed and type(then) is type(now) and then.data_ptr() == now.data_ptr() and then.shape == now.shape:
-            return False
-        return not (hasattr(then, "to_local") or hasattr(now, "to_local"))
 
 
 class CallKind:
@@ -107,14 +78,12 @@ class CheckpointedUnit:
         """As they are now: FSDP, ``functional_call`` and PEFT exchange them, and FSDP takes some away."""
         return [home.get(name) for home, name in self._homes]
 
-    def exchanged(self, before: Sequence[torch.Tensor | None]) -> list[Exchanged]:
-        """The parameters that are other objects than those of ``before``."""
+    def exchanged(self, before: Sequence[torch.Tensor | None]) -> list[Entry]:
+        """The parameters that are other objects now than those of ``before``, as they were then."""
         if all(map(operator.is_, before, self.parameters())):
             return []
         pairs = zip(self._homes, before, strict=True)
-        return [
-            Exchanged(home, name, then, home.get(name)) for (home, name), then in pairs if home.get(name) is not then
-        ]
+        return [Entry(home, name, then, None, 0) for (home, name), then in pairs if home.get(name) is not then]
 
     def lost_memory(self) -> bool:
         """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
@@ -123,3 +92,25 @@ class CheckpointedUnit:
         views = (value for fields in self._sharded for value in fields.values() if type(value) is torch.Tensor)
         plain = (view for view in views if view.numel() and view.layout is torch.strided)
         return any(not view.untyped_storage().nbytes() for view in plain)
+
+
+def is_in_pieces(entry: Entry) -> bool:
+    """Whether FSDP2 (another type), or FullyShardedDataParallel with original parameters, has taken a parameter
+    apart."""
+    now = entry.home.get(entry.name)
+    return (hasattr(now, "to_local") and not hasattr(entry.value, "to_local")) or hasattr(now, "_fsdp_flattened")
+
+
+def holds_other_values(entry: Entry) -> bool:
+    """Whether there are other values in the place of an exchanged parameter. FSDP and accelerate exchange objects for
+    the same values.
+
+    So does PEFT's DoRA on the CPU: each forward puts another object over the same packed, frozen weight.
+    """
+    then, now = entry.value, entry.home.get(entry.name)
+    if then is None or now is None or then.is_meta or now.is_meta:
+        return False
+    packed = type(now).__name__ in ("Params4bit", "Int8Params") and not now.requires_grad
+    if packed and type(then) is type(now) and then.data_ptr() == now.data_ptr() and then.shape == now.shape:
+        return False
+    return not (hasattr(then, "to_local") or hasattr(now, "to_local"))
