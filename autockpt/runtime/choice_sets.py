@@ -160,12 +160,10 @@ class BatchSets(Session):
                 return number
         if not self._said:
             self._said = True
-            what = "a batch whose size is not known" if size is None else f"a batch of {size.tokens:,} tokens"
-            if size is not None and size.longest and self.bounds[-1] is not None and self.bounds[-1].longest:
-                what += f" (sequences up to {size.longest:,})"
+            what = f"{size.tokens:,} tokens, sequences up to {size.longest:,}" if size is not None else "unknown size"
             warnings.warn(
-                f"{what} is larger than any that the plan has choices for (up to {self.bounds[-1]}): it takes the "
-                "leanest, and the plan's promise about memory does not hold for it. Search again with its length.",
+                f"the plan has no choices for a batch of {what} (up to {self.bounds[-1]}): it takes the leanest, and "
+                "the plan's promise about memory does not hold for it. Search again with its length.",
                 stacklevel=6,
             )
         return len(self.bounds) - 1
