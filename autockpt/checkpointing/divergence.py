@@ -47,12 +47,6 @@ SAMPLE = 8
 """Neighbouring elements that are compared in unchecked calls, at another place in every step."""
 _ROOM = 4.0  # eight elements may differ more by rounding alone, relative to their length, than a whole tensor
 _OTHER_STREAM = "a tensor that was saved on another stream"
-_CAUSES = (
-    "Likely causes: an object, counter, generator, attribute, hook or context that forward reads was changed, by it or "
-    "before backward; forward draws from a generator that it seeds anew (`default_rng()`, `seed()`), or reads a clock; "
-    "a tensor was written to by `.data` or NumPy; a function of torch.jit.script was compiled anew; memory or hardware "
-    "failed."
-)
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number of the next autograd node that this thread makes."""
@@ -125,7 +119,7 @@ class DivergenceCheck:
         self.step += 1
         if _graph_task() == -1:
             self._pending.clear()  # left by a backward that failed
-        if self.on_devices and not is_capturing() and (sample := self.on_devices.next_step()) is not None:
+        if not is_capturing() and (sample := self.on_devices.next_step()) is not None:
             raise sample.error()
 
     def end(self) -> None:
@@ -222,14 +216,14 @@ class UnitCheck:
 
     def mismatch(self, step: int, what: str) -> RerunMismatch:
         """The error for ``what`` was not as forward had computed it."""
-        name, last = self.name, self.last_checked
-        since = f"last proven right in pass {last}" if last is not None else "never proven right"
-        back = f"go back to a checkpoint from before pass {last + 1}" if last is not None else "start again"
+        name, last = self.name, self.last_checked or 0
+        since = f"last proven right in pass {last}" if last else "never proven right"
         return RerunMismatch(
             f"backward of {name} was not given what its forward had computed (forward pass {step} since the plan was "
             f"applied, {since}): {what}. Do not use the gradients of this backward",
-            remedy=f"{_CAUSES}\nUse `save` for {name}, or take what changes out of its forward, and {back}. (With "
-            "gradient accumulation an optimizer step has several passes.)",
+            remedy=f"Use `save` for {name}, or take out of its forward what changes by itself or before backward: an "
+            "object, attribute or generator that it reads, a clock, writes by `.data` or NumPy. Go back to a "
+            f"checkpoint from before pass {last + 1}.",
         )
 
 
@@ -442,9 +436,6 @@ class DeviceSamples:
         self.samples: list[Sample] = []
         # how far the two of each sample are apart, on its way to the host; that has arrived after the event
         self._arriving: list[tuple[list[Sample], torch.Tensor, float, Any]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.samples or self._arriving)
 
     def next_step(self) -> Sample | None:
         """Compare the samples. Returns the first one of an earlier step that is known by now to differ."""
