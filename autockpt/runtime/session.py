@@ -260,11 +260,9 @@ def _refuse_packed(state: CacheState, args: tuple[Any, ...], kwargs: dict[str, A
     if positions is None or positions.dim() != 2 or mask is not None or bool((positions.diff(dim=-1) == 1).all()):
         return
     raise ConflictError(
-        "the model is given packed sequences (position_ids that begin anew, no attention_mask) with use_cache on, as "
-        "is its default: there each sequence sees those before it, and a plan, which switches the cache off, would "
-        "keep them apart",
-        remedy="Pass use_cache=False to the model, without a plan too: packed sequences are then kept apart. Or pass "
-        "an attention_mask.",
+        "packed sequences (position_ids that begin anew, no attention_mask) see those before them with use_cache on, "
+        "and a plan, which switches the cache off, would keep them apart",
+        remedy="Pass use_cache=False to the model, without a plan too, to keep them apart; or an attention_mask.",
     )
 
 
