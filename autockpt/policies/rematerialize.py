@@ -64,9 +64,10 @@ class Watching(TorchDispatchMode):
     @partial(run_as_it_is, calls=False)
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with compiled_by(None) as compiler:  # else it would take on what is called here
-            if (what := self._changed(func, args, compiler)) is not None:
+            if compiler or self._is_changed(func, args):
+                what = "compiled code (torch.compile)" if compiler else str(func)
                 raise ConflictError(
-                    f"{self._unit} calls {what}, where its ops are watched",
+                    f"{self._unit} calls {what}, which computes something else where ops are watched",
                     remedy=f"Use recompute, selective, offload or save on {self._unit}, or name modules that do not "
                     "call it in `within`.",
                 )
@@ -77,17 +78,13 @@ class Watching(TorchDispatchMode):
                 torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
             return out
 
-    def _changed(self, func: Any, args: tuple[Any, ...], compiler: Any) -> str | None:
-        """What would give something else here, in words."""
-        if not isinstance(func, Overload):
-            return f"{func.name()} (torch.cond and the like), whose functions would not be compiled"
-        if compiler:
-            return "compiled code (torch.compile), which torch then runs uncompiled, with other last bits"
-        if func in _OF_COMPLEX and args[0].is_complex():
-            return f"{func} of complex numbers, which then gives wrong values (pytorch#198118)"
-        if func in _UNDER_AUTOCAST and autocast_depth():  # inside a dispatch mode autocast says that it is off
-            return f"{func} under autocast, which then computes with another precision"
-        return None
+    def _is_changed(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an op would give something else here."""
+        if not isinstance(func, Overload):  # torch.cond and the like, whose functions would not be compiled
+            return True
+        if func in _UNDER_AUTOCAST:
+            return autocast_depth() > 0  # inside a dispatch mode autocast says that it is off
+        return func in _OF_COMPLEX and args[0].is_complex()
 
 
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
