@@ -193,7 +193,8 @@ class ModuleState:
         return [before[key] for key in self._lively if key in before]
 
     def _refusal(self, entry: Entry, what: str) -> ConflictError:
-        path = next((path for path, m in self.modules[0].named_modules() if entry.home in (vars(m), m._buffers)), "")
+        named = self.modules[0].named_modules()
+        path = next((path for path, m in named if entry.home is vars(m) or entry.home is m._buffers), "")
         return ConflictError(
             f"{'.'.join(filter(None, (self._unit, path, entry.name)))} is something that the forward of {self._unit} "
             f"{what}, so it cannot run again",
