@@ -33,7 +33,7 @@ def test_a_promise_holds_context_reserve_and_margin(graph: Graph) -> None:
 @pytest.mark.slow
 def test_cached_segments_are_given_back_before_a_budget_fails(graph: Graph) -> None:
     free = simulated_memory(CARD)(graph)
-    budgets = range(free, graph.peak_bytes, -(2 << 20))
+    budgets = range(free, graph.peak_bytes, -(8 << 20))
     least = min(budget for budget in budgets if simulated_memory(CARD, budget)(graph) <= budget)
     assert graph.peak_bytes + CARD.context_bytes < least <= free
     tight = simulated_memory(CARD, least)

@@ -9,6 +9,7 @@ import pytest
 from autockpt.cost.fronts import MOST_PARTS, MOST_REMADE, MOST_SETS, remake_front, selective_front
 from autockpt.schema import RECOMPUTE, SAVE, Graph, WorkloadSpec
 from autockpt.tracing import Tracer
+from tests.tuning.small import TWO_LAYERS
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +19,7 @@ def alike(graph: Graph) -> Any:
     return SimpleNamespace(seconds=dict.fromkeys(graph.signatures, 1e-5))
 
 
-@pytest.mark.parametrize(("model", "part"), [("llama-tiny", "mlp"), ("gpt2-tiny", "mlp"), ("vit-tiny", "mlp")])
+@pytest.mark.parametrize(("model", "part"), [(TWO_LAYERS, "mlp"), ("gpt2-tiny", "mlp"), ("vit-tiny", "mlp")])
 def test_the_first_part_is_the_mlp_whose_cheap_ops_free_much(model: str, part: str) -> None:
     with Tracer.from_spec(WorkloadSpec(model=model, batch_size=2)) as tracer:
         unit = next(u for u in tracer.units if u.role == "block")
@@ -36,7 +37,7 @@ def test_the_first_part_is_the_mlp_whose_cheap_ops_free_much(model: str, part: s
         assert first.peak_bytes < plain.peak_bytes and heavy(first) == 0 < heavy(again)
 
 
-@pytest.mark.parametrize("model", ["llama-tiny", "gpt2-tiny"])
+@pytest.mark.parametrize("model", [TWO_LAYERS, "gpt2-tiny"])
 def test_remade_sets_free_ever_more(model: str) -> None:
     """From cheap ops of some parts to everything; nothing heavy runs again as long as all products are kept."""
     with Tracer.from_spec(WorkloadSpec(model=model, batch_size=2)) as tracer:

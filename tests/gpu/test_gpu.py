@@ -61,7 +61,7 @@ def test_an_item_that_takes_too_long_is_ended_with_what_it_kept(tmp_path, monkey
     item = Item(1, "slow", f"{__name__}:slow", 60)
     kept: list[str] = []
     runs = script.Runs("tiny", tmp_path, child_environment(), lambda: kept.append(read(tmp_path, item)["state"]))
-    runs.one(item, 2.0)
+    runs.one(item, 1.0)
     found = read(tmp_path, item)
     assert (found["state"], found["data"]) == ("out of time", {"rows": {"a": {}}})
     assert kept == ["partial", "out of time"]  # what it has so far is on the pages while it runs
