@@ -165,8 +165,8 @@ class CostModel:
         return min((self.predictor.within_least_budget(plan).peak_bytes for plan, _ in leanest), default=None)
 
     def last_resorts(self) -> Iterator[dict[str, Choice]]:
-        """Plans that may fit where the solver's do not: with segments, and with one choice on all blocks and one on the
-        output head, of which the leanest by the menus come first."""
+        """Plans that may fit where the solver's do not: with segments, and uniform ones (with a choice of the output
+        head): those that were ghost-run, and of others the ``UNIFORM_CALLS`` leanest by the menus."""
         problem = self.problem(0)
         segmented = map(exact, self.segments.problems(problem)) if self.segments is not None else ()
         yield from (self.plan(found.choices) for found in sorted(segmented, key=lambda a: a.peak)[:1])
@@ -174,7 +174,9 @@ class CostModel:
         heads = [{problem.head: choice} for choice in offered.pop(problem.head)] if problem.head is not None else [{}]
         common = [choice for choice in offered[self.blocks[0].name] if all(choice in menu for menu in offered.values())]
         plans = [dict.fromkeys(offered, choice) | head for choice in common for head in heads]
-        yield from map(self.plan, sorted(plans, key=partial(peak_of, problem))[:UNIFORM_CALLS])
+        ranked = sorted(plans, key=partial(peak_of, problem))
+        known = [plan for plan in ranked if self.predictor.known(plan) is not None]
+        yield from map(self.plan, [*known, *[plan for plan in ranked if plan not in known][:UNIFORM_CALLS]])
 
     def needs(self, smallest_peak: int) -> str:
         """A sentence on what the bytes of the leanest plan are."""

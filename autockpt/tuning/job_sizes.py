@@ -170,7 +170,8 @@ class Variant:
         return least
 
     def predicted(self, kinds: Sequence[str]) -> dict[str, Prediction]:
-        """The predictions of uniform plans by kind, without those that cannot be attached."""
+        """The predictions of uniform plans by kind, without those that cannot be attached. Of several kinds none is
+        known where only ``save`` can be: ask for that by itself."""
         if new := [kind for kind in kinds if kind not in self._known]:
             uniform: UniformRuns = {}
             with suppress(ConflictError):

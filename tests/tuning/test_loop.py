@@ -28,6 +28,8 @@ from autockpt.schema import (
 from autockpt.schema.baselines import ALL, EVERY_2, NONE, baseline_plans
 from autockpt.schema.run_directory import RunDirectory, best
 from autockpt.tuning.clock import Clock
+from autockpt.tuning.proposers.solver import SolverProposer
+from autockpt.tuning.targets.base import Target
 from autockpt.tuning.targets.measured import Measured
 from autockpt.tuning.trials import Candidate, Score, Trials
 from tests.errors import raises
@@ -307,6 +309,10 @@ def test_a_seed_plan_is_tried_before_a_budget_is_refused(monkeypatch: pytest.Mon
         search(device, f"{peak / 1000}KB", simulated=True)
     found = search(device, f"{peak / 1000}KB", simulated=True, seeds={"lean": lean})
     assert found.best is not None and found.best.feasible and found.proposer.smallest_peak == peak
+    mixed = lean | {device.names[0]: SAVE}
+    monkeypatch.setattr(CostModel, "last_resorts", lambda *asked: [mixed])
+    found = search(device, f"{device.trace(mixed).peak_bytes / 1000}KB", simulated=True)
+    assert (trial := found.trials.find(mixed)) is not None and trial.feasible and trial.encoding == "seed"
 
 
 def test_a_seed_plan_with_unpriced_choices_is_no_obstacle() -> None:
@@ -401,6 +407,13 @@ def test_a_plan_over_the_host_budget_is_no_rival() -> None:
         asked: dict[str, int] = {}
         search(FastCopies(), "50%act", host_budget=host_budget)
         assert (asked[every_2] == 1) is brief
+
+
+def test_late_only_the_plans_that_a_budget_is_of_are_ghost_run() -> None:
+    model, clock = MadeUpDevice().profiled(), Clock(Silence(), timeout=1e-9)
+    proposer = SolverProposer(SearchRequest(budget=parse_budget("50%act")), model, Target(), Trials(None), clock)
+    proposer.begin()
+    assert model.predictor.known(proposer.baselines[EVERY_2]) is None
 
 
 @pytest.mark.parametrize("budget", ["30%act", "80%act"])

@@ -19,6 +19,7 @@ from autockpt.schema.baselines import ALL, NONE, baseline_plans
 from autockpt.schema.request import Silence
 from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_split
 from autockpt.solvers.problem import Assignment, Problem, seconds_of
+from autockpt.solvers.refine import solved
 from autockpt.solvers.split import Accept
 from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
@@ -42,7 +43,6 @@ from autockpt.tuning.trials import (
 
 MARGINS = (0.0, 0.02, 0.05)  # shares of the budget that are left free in the plans that are tried first
 HIDING_CALLS = 3  # ghost runs for the plan that hides copies, and for the one that does not, to compare them
-SIMPLER = "leanest"  # the name of what fits where the solver's leanest plan does not
 REFITS = (1, 3, 6)  # numbers of scored candidates after which the first points are tried again, with fitted costs
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
 SIMPLE_WORTH = 0.1  # of the step: simple plans that are predicted to be slower than their best by more are not tried
@@ -100,7 +100,7 @@ class SolverProposer(Proposer):
                 # an allocator may divide the memory of a mixed plan so badly that a simpler one is leaner
                 for choices in filterfalse(predictor.over_host, self.cost_model.last_resorts()):
                     if smallest > most and (peak := self._predict(choices).peak_bytes) < smallest:
-                        smallest, self.seeds = peak, {**self.seeds, SIMPLER: choices}
+                        smallest, self.seeds = peak, {**self.seeds, "leanest": choices}
             self._plain_smallest = smallest
             if self.cost_model.head is not None and budget.kind == "activation_share":  # of baselines
                 self._plain_smallest = self.cost_model.smallest_peak(baselines.values(), lean_calls, plain_head=True)
@@ -422,14 +422,14 @@ class SolverProposer(Proposer):
 
     def _is_faster(self, hidden: Parameters, plain: Parameters) -> bool:
         """Whether the solver's plan with copies hidden fits and is the faster one in the simulated step."""
-        first, other_first = (self.cost_model.plan(exact(self._problem_at(p)).choices) for p in (hidden, plain))
+        first, other_first = (solved(self._problem_at(point), {}).choices for point in (hidden, plain))
         self.cost_model.predictor.ahead([first, other_first])
         choices, fits = self._solved(hidden, HIDING_CALLS)
         if not fits:
             return False
         seconds, other = self._predict(choices).step_seconds or 0.0, self._predict(other_first)
-        if other.peak_bytes > self._usable_bytes and seconds < (other.step_seconds or 0.0):
-            return True  # what fits is slower still
+        if other.peak_bytes > self._usable_bytes and seconds < (1 - AS_FAST) * (other.step_seconds or 0.0):
+            return True  # what fits is hardly ever faster than what does not
         choices, fits = self._solved(plain, HIDING_CALLS)
         return not fits or seconds < (self._predict(choices).step_seconds or 0.0)
 
