@@ -168,8 +168,6 @@ def unwritable(path: Path) -> str:
     if not path.exists() and not above.is_dir():
         return f"{above} is no directory"
     wanted = os.W_OK if path.exists() else os.W_OK | os.X_OK
-    if os.access(above, wanted):
-        return ""
-    if os.statvfs(above).f_flag & os.ST_RDONLY:
-        return f"{above} is on a file system that is mounted read-only"
-    return f"{above} is not yours to write to"
+    read_only = os.statvfs(above).f_flag & os.ST_RDONLY
+    why = "on a file system that is mounted read-only" if read_only else "not yours to write to"
+    return "" if os.access(above, wanted) else f"{above} is {why}"
