@@ -218,12 +218,12 @@ class UnitCheck:
         """The error for ``what`` was not as forward had computed it."""
         name, last = self.name, self.last_checked or 0
         since = f"last proven right in pass {last}" if last else "never proven right"
+        back = f"Go back to a checkpoint from before forward pass {last + 1}" if last else "Start again"
         return RerunMismatch(
             f"backward of {name} was not given what its forward had computed (forward pass {step} since the plan was "
             f"applied, {since}): {what}. Do not use the gradients of this backward",
             remedy=f"Use `save` for {name}, or take out of its forward what changes by itself or before backward: an "
-            "object, attribute or generator that it reads, a clock, writes by `.data` or NumPy. Go back to a "
-            f"checkpoint from before pass {last + 1}.",
+            f"object, attribute or generator that it reads, a clock, writes by `.data` or NumPy. {back}.",
         )
 
 
