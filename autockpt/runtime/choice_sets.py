@@ -160,7 +160,9 @@ class BatchSets(Session):
                 return number
         if not self._said:
             self._said = True
-            what = f"{size.tokens:,} tokens, sequences up to {size.longest:,}" if size is not None else "unknown size"
+            what = f"{size.tokens:,} tokens" if size is not None else "unknown size"
+            if size is not None and size.longest and self.bounds[-1] is not None and self.bounds[-1].longest:
+                what += f", sequences up to {size.longest:,}"
             warnings.warn(
                 f"the plan has no choices for a batch of {what} (up to {self.bounds[-1]}): it takes the leanest, and "
                 "the plan's promise about memory does not hold for it. Search again with its length.",
