@@ -53,7 +53,8 @@ def refine_split(
     """The fastest split plan that fits by ``check`` (a ghost run), with at most ``max_calls`` of these.
 
     Each check shifts the budget by what the linear model missed. ``peak`` of the result is the check's. None where no
-    plan passed. Plans of ``below`` seconds and more are not checked.
+    plan passed. Plans of ``below`` seconds and more, by the numbers as corrected so far, are not
+    checked.
     """
     best: Assignment | None = None
     missed, seen = 0, set[tuple[Choice, ...]]()

@@ -80,14 +80,14 @@ def left_out_notes(graph: Graph, outside: Collection[str]) -> tuple[str, ...]:
 def no_head_notes(graph: Graph) -> tuple[str, ...]:
     """A note on log-probabilities of tokens that hold much of the peak, for models whose output head is not known."""
     born = ((s, graph.ops[s.birth]) for s in graph.storages if s.kind == "activation" and s.birth >= 0)
-    # other than tokens × vocabulary is no language model's: its loss could not be taken in chunks
+    # only tokens × vocabulary is looked at, whose loss can be taken in chunks
     held = [s.bytes for s, op in born if op.target.startswith("aten._log_softmax.") and len(op.outputs[0].shape) == 2]
     largest = max(held, default=0)
     if largest <= MUCH * graph.peak_bytes:
         return ()
     return (
         f"Log-probabilities hold {largest / graph.peak_bytes * 100:.0f} % of the peak of saving everything, and no "
-        "choice is made for them, as the output head is not known: `get_output_embeddings()` of a model returns it.",
+        "choice is made for them, as no output head is known: an nn.Linear that `get_output_embeddings()` returns.",
     )
 
 

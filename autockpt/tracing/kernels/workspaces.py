@@ -4,7 +4,7 @@ Recording sees what goes into an op and what comes out. Rules stand here for ker
 of CPUs are ATen's own: attention, norms, copies of what is not contiguous or of another type. What oneDNN takes for a
 convolution or a recurrent layer depends on shapes, types and the processor, up to 250 times the weights, so each is
 called once on zeros. Its 16-bit products take up to a few megabytes, which are not counted. A search on a CPU measures
-its candidates in any case: predicted peaks within 0.5 % are enough.
+its candidates in any case, so that is enough.
 
 The rules of CUDA were read off the sources of torch 2.11 to 2.13; not measured on a device yet. Not among them: what
 cuDNN takes for convolutions (its heuristics decide), and scratch pads of sorts and scans of a few kilobytes. Other
