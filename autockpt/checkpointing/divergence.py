@@ -3,10 +3,9 @@
 A unit's calls are checked whole at first and then ever more seldom (``Schedule``). In a checked call every tensor that
 is dropped or moved is fingerprinted when the unit's forward has ended, again just before backward recomputes it if the
 original is still alive, and compared with what backward is given. The verdicts are read once, at the end of that
-backward. In every other call eight elements of the last computed tensor are compared, and of every tensor beyond the
-number that calls saved before: nearly every change reaches the last tensor, or saves one more.
+backward. Other calls are not looked at, and cost nothing.
 
-Comparisons run on the tensors' device and draw no random numbers. They hold 64 bits of a tensor, or eight elements.
+Comparisons run on the tensors' device and draw no random numbers. They hold 64 bits of a tensor.
 """
 
 from __future__ import annotations
@@ -41,15 +40,11 @@ from autockpt.checkpointing.fingerprint import (
 from autockpt.errors import RerunMismatch
 
 Mode = Literal["off", "sample", "all"]
-FIRST_CALLS, LONGEST = 2, 512
-"""Checked are the first calls of each kind, and later ones at growing distances, at last after so many others."""
-SAMPLE = 8
-"""Neighbouring elements that are compared in unchecked calls, at another place in every step."""
-_ROOM = 4.0  # eight elements may differ more by rounding alone, relative to their length, than a whole tensor
+FIRST_CALLS, LONGEST = 2, 511
+"""Checked are the first calls of each kind, and later ones at growing distances, at last after so many others: what
+begins late is found within 512 calls."""
 _OTHER_STREAM = "a tensor that was saved on another stream"
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
-sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""The number of the next autograd node that this thread makes."""
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -77,13 +72,11 @@ class UnitProof:
     """What has been checked of one unit. ``last_step``: the last that was proven right.
 
     ``checks``: calls whose backward was given what forward had computed, bit by bit; ``tensors``: those compared in
-    these; ``samples``: tensors of other calls that were compared at one place; ``unchecked``: what could not be, by the
-    reason, and how often.
+    these; ``unchecked``: what could not be, by the reason, and how often.
     """
 
     checks: int = 0
     tensors: int = 0
-    samples: int = 0
     last_step: int | None = None
     unchecked: Counter[str] = field(default_factory=Counter)
 
@@ -103,24 +96,21 @@ class DivergenceCheck:
         self._warned = False
         self.open: list[weakref.ref[CheckedCall]] = []  # of the present forward
         self._pending: dict[int, dict[int, CheckedCall]] = {}
-        self.on_devices = DeviceSamples()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "open": [], "_pending": {}, "on_devices": DeviceSamples()}
+        return {**self.__dict__, "open": [], "_pending": {}}
 
     def unit(self, name: str) -> UnitCheck:
         """The check of one more attachment."""
         return UnitCheck(self, name, self.units.setdefault(name, UnitProof()) if self.mode != "off" else UnitProof())
 
     def begin(self) -> None:
-        """A forward of the whole model begins. Raises RerunMismatch for samples that differed on a device before."""
+        """A forward of the whole model begins."""
         if torch.compiler.is_dynamo_compiling():
             return
         self.step += 1
         if _graph_task() == -1:
             self._pending.clear()  # left by a backward that failed
-        if not is_capturing() and (sample := self.on_devices.next_step()) is not None:
-            raise sample.error()
 
     def end(self) -> None:
         """A forward of the whole model has ended. What a unit returned is alive until here, and may be written to."""
@@ -176,43 +166,30 @@ class DivergenceCheck:
 
 
 class UnitCheck:
-    """The check of one attachment to a unit. In unchecked calls the observer of its sample."""
+    """The check of one attachment to a unit."""
 
     def __init__(self, check: DivergenceCheck, name: str, proof: UnitProof) -> None:
         self.check, self.name, self.proof = check, name, proof
         self.calls = 0
         self.last_checked: int | None = None  # the step, by this attachment's calls alone
-        self.sampled, self.beyond = -1, 0
-        self.computed: list[int] = []  # numbers of tensors that can be sampled
-        self.in_turn = False  # each of them in turn, and not the last: kept outputs stand between a change and that
         self._schedule = Schedule()
 
-    def observer(self, *, checked: bool | None = None, new: bool = False) -> CheckedCall | UnitCheck | None:
-        """A call begins: what looks at the tensors that it saves. ``checked`` None: by a schedule of its own, or where
-        it does something ``new``. None where nothing is compared."""
+    def observer(self, *, checked: bool | None = None, new: bool = False) -> CheckedCall | None:
+        """A call begins: what looks at the tensors that it saves; None where nothing does. ``checked`` None: by a
+        schedule of its own, or where it does something ``new``."""
         if self.check.is_measured or self.check.mode == "off":
             return None
         self.calls += 1
         if checked is None:
             checked = self._schedule.next() is not None or new
-        if checked or self.check.mode == "all":
-            if is_capturing():
-                self.proof.unchecked["calls in a CUDA graph that is being captured"] += 1
-                return None
-            call = CheckedCall(self)
-            self.check.open.append(weakref.ref(call))
-            return call
-        if self.in_turn and self.computed:
-            self.sampled = self.computed[self.calls % len(self.computed)]
-        return self if self.beyond else None  # no call was looked at so far
-
-    def look_at(self, number: int, tensor: torch.Tensor) -> Sample | None:
-        """Autograd saves ``tensor``, the one of this number. None where it is not compared."""
-        return self.sample(number, tensor) if number == self.sampled or number >= self.beyond else None
-
-    def sample(self, number: int, tensor: torch.Tensor) -> Sample | None:
-        """The same for whatever number. None where it cannot be compared."""
-        return Sample(self, number, tensor) if can_be_sampled(tensor) else None
+        if not checked and self.check.mode != "all":
+            return None
+        if is_capturing():
+            self.proof.unchecked["calls in a CUDA graph that is being captured"] += 1
+            return None
+        call = CheckedCall(self)
+        self.check.open.append(weakref.ref(call))
+        return call
 
     def mismatch(self, step: int, what: str) -> RerunMismatch:
         """The error for ``what`` was not as forward had computed it."""
@@ -230,38 +207,21 @@ class UnitCheck:
 class CheckedCall:
     """One call that is checked: an observer of all that it saves. ``step`` is the one that it belongs to."""
 
-    sampled, beyond = -1, 0
-
     def __init__(self, unit: UnitCheck) -> None:
         self.unit, self.check = unit, unit.check
         self.step = unit.check.step or unit.calls
-        self._since = sequence_nr()
-        self._saved = 0
-        self._computed: list[int] = []
         self._entries: list[weakref.ref[CheckedTensor]] = []  # what autograd holds owns them
         self._compared: list[Compared] = []
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints
 
-    def look_at(self, number: int, tensor: torch.Tensor) -> CheckedTensor | None:
-        """Autograd saves ``tensor``, the one of this number. None where it cannot be compared."""
-        self._saved = number + 1
-        if self._is_computed(tensor) and can_be_sampled(tensor):
-            self._computed.append(number)
+    def look_at(self, number: int, tensor: torch.Tensor) -> CheckedTensor:
+        """Autograd saves ``tensor``, the one of this number."""
         entry = CheckedTensor(self, number, tensor)
         self._entries.append(weakref.ref(entry))
         return entry
 
-    sample = look_at
-
-    def _is_computed(self, tensor: torch.Tensor) -> bool:
-        """Whether the unit has computed it, with a gradient. A view of a weight tells nothing."""
-        node, base = tensor.grad_fn, tensor._base
-        return node is not None and node._sequence_nr() >= self._since and not (base is not None and base.is_leaf)
-
     def forward_ended(self) -> None:
         """The unit's forward has ended."""
-        self.unit.computed, self.unit.beyond = self._computed, self._saved
-        self.unit.sampled = self._computed[-1] if self._computed else -1
         for entry in self._alive():
             entry.let_go()
 
@@ -367,100 +327,6 @@ class CheckedTensor:
         if self._sketch is not None:
             distance, tolerance = distance_of(self._sketch, sums(value)), tolerance_of(value.dtype)
         self._call.add(Compared(what, self._print, fingerprint(value), self._stream, distance, tolerance))
-
-
-def can_be_sampled(tensor: torch.Tensor) -> bool:
-    """Whether it is a plain floating-point tensor whose elements lie side by side."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.is_floating_point()
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_meta or tensor.is_neg())
-        and tensor.numel() >= SAMPLE
-        and (tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)))
-        and (tensor.is_cpu or not is_capturing())
-    )
-
-
-class Sample:
-    """Eight elements of a saved tensor of an unchecked call: as numbers, or on a device as a tensor there."""
-
-    __slots__ = ("_first", "_number", "_step", "_stride", "_what", "expected", "found", "stream", "unit")
-
-    def __init__(self, unit: UnitCheck, number: int, tensor: torch.Tensor) -> None:
-        self.unit, self._number = unit, number
-        self._step = unit.check.step or unit.calls
-        self._first, self._stride = self._step * 7919 % (tensor.numel() - SAMPLE + 1), tensor.stride()
-        self.stream = None if tensor.is_cpu else stream_of(tensor.device)
-        self.expected: Any = self._elements(tensor)
-
-    def _elements(self, tensor: torch.Tensor) -> Any:
-        plain = tensor.detach() if tensor.requires_grad else tensor
-        elements = plain.as_strided((SAMPLE,), (1,), tensor.storage_offset() + self._first)  # type: ignore[operator]
-        return elements.tolist() if self.stream is None else elements.clone()
-
-    def look_again(self) -> None:
-        """Nothing: what it held when it was saved counts."""
-
-    def handed(self, value: torch.Tensor) -> None:
-        """Backward is given ``value`` for it: on devices it is compared when the next step begins. Raises RerunMismatch
-        where it differs on the host."""
-        stream = None if value.is_cpu else stream_of(value.device)
-        if stream != self.stream or value.stride() != self._stride:
-            return
-        found = self._elements(value)
-        if value.is_cpu and (found == self.expected or repr(found) == repr(self.expected)):  # NaN is as NaN
-            self.unit.proof.samples += 1
-            return
-        if (node := _current_node()) is not None and left_unwritten(node, value):
-            return
-        self.unit.proof.samples += 1
-        self.found, self._what = found, _in_words(value.dtype, value.size(), self._number)
-        if value.is_cpu:
-            raise self.error()
-        self.unit.check.on_devices.samples.append(self)
-
-    def error(self) -> RerunMismatch:
-        """The error for what backward was given."""
-        return self.unit.mismatch(self._step, self._what)
-
-
-Comparison = CheckedTensor | Sample
-"""Compares one saved tensor with what backward is given for it."""
-
-
-class DeviceSamples:
-    """Samples of the present step on accelerators, and the verdicts on those of steps before. The host never waits."""
-
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
-        # how far the two of each sample are apart, on its way to the host; that has arrived after the event
-        self._arriving: list[tuple[list[Sample], torch.Tensor, float, Any]] = []
-
-    def next_step(self) -> Sample | None:
-        """Compare the samples. Returns the first one of an earlier step that is known by now to differ."""
-        while self._arriving and ((arrived := self._arriving[0][3]) is None or arrived.query()):
-            samples, distances, tolerance, _ = self._arriving.pop(0)
-            for sample, distance in zip(samples, distances.tolist(), strict=True):
-                if distance > tolerance:
-                    return sample
-        groups: dict[Any, list[Sample]] = {}
-        for sample in self.samples:
-            groups.setdefault((sample.found.device, sample.found.dtype, sample.stream), []).append(sample)
-        self.samples = []
-        for (device, dtype, stream), alike in groups.items():
-            if stream_of(device) == stream:  # and not of another thread's step
-                self._send(alike, device, dtype, stream)
-        return None
-
-    def _send(self, samples: list[Sample], device: torch.device, dtype: torch.dtype, stream: Any) -> None:
-        with quietly(), torch.no_grad():
-            expected = torch.stack([sample.expected for sample in samples]).float()
-            found = torch.stack([sample.found for sample in samples]).float()
-            distances = distance_of(expected, found, dim=1).to("cpu", non_blocking=stream is not None)
-        arrived = None if stream is None else stream.record_event()
-        tolerance = 0.0 if repeats(device) else _ROOM * tolerance_of(dtype)
-        self._arriving.append((samples, distances, tolerance, arrived))
 
 
 def _in_words(dtype: torch.dtype, size: torch.Size, number: int) -> str:

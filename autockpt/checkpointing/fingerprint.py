@@ -190,12 +190,12 @@ def sums(tensor: torch.Tensor) -> torch.Tensor:
         return total
 
 
-def distance_of(first: torch.Tensor, second: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def distance_of(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """How far two sketches are apart, relative to the length of the first. What is in both alike, NaN too, is not."""
     with quietly():
         alike = (first == second) | (first.isnan() & second.isnan())
-        apart = torch.where(alike, 0.0, first - second).norm(dim=dim)
-        away = torch.where(apart == 0.0, 0.0, apart / first.norm(dim=dim))
+        apart = torch.where(alike, 0.0, first - second).norm()
+        away = torch.where(apart == 0.0, 0.0, apart / first.norm())
         return torch.where(away.isnan(), torch.inf, away)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import Held, flatten, hold, holders, unflatten, unpack
-from autockpt.checkpointing.divergence import CheckedCall, Comparison
+from autockpt.checkpointing.divergence import CheckedTensor
 from autockpt.checkpointing.kv_cache import CannotBeCopied
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.op_recorder import is_plain
@@ -37,6 +37,8 @@ from autockpt.errors import AutockptError, ConflictError, InPlaceError
 
 SMALL_SHARE = 0.125
 """Of the bytes of the unit's largest input: tensors of indices up to that are kept."""
+ALL = range(sys.maxsize)
+"""The numbers of whatever a call saves."""
 _NOTHING = nullcontext()
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
@@ -62,10 +64,10 @@ class CheckpointFrame:
     #   _live                           the inputs themselves; None afterwards
     #   _late                           of a checked call: how many went unchecked before it; None in others
     #   _learned                        numbers of indices that calls of this kind keep, shared by them
-    #   _looked_at, _beyond             the numbers that `pack` looks at: these, and all from `_beyond` on
+    #   _looked_at                      the numbers that `pack` looks at
     # From forward to backward, by the number of the saved tensor:
     #   _sizes, _chosen                 how many elements it has; indices that are kept, with their version
-    #   _observer, _compared            what compares it with its recomputation, and its comparison
+    #   _observer, _compared            what compares it with its recomputation, where that is done; its comparison
     # In backward:
     #   _values                         recomputed tensors, with their versions, until autograd asks for them
     #   _filled, _until, _to_end        numbers that have a tensor; the one to stop at; whether to run the whole forward
@@ -74,8 +76,8 @@ class CheckpointFrame:
     # There is no dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
     # garbage collector looks through everything.
     __slots__ = (
-        *("_before", "_beyond", "_chosen", "_compared", "_context", "_filled", "_forward", "_inputs", "_late"),
-        *("_learned", "_live", "_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template"),
+        *("_before", "_chosen", "_compared", "_context", "_filled", "_forward", "_inputs", "_late", "_learned"),
+        *("_live", "_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template"),
         *("_to_end", "_training", "_trains", "_turn", "_unit", "_until", "_values", "_versions"),
         "name",
     )
@@ -109,17 +111,12 @@ class CheckpointFrame:
         self._trains = [tensor.requires_grad for tensor in live]
         self._training = unit.state.training()
         self._before: list[Entry] = unit.state.take()
-        # The observer compares saved tensors with their recomputation: in a checked call all of them, in others the one
-        # numbered `sampled`. `pack` calls `_look_at` for the numbers in `_looked_at`, and for all from `_beyond` on: 0
-        # in a checked call, else more tensors than the last checked call saved. Frames that keep outputs add to both.
         self._learned = kind.indices
         self._chosen: dict[int, tuple[torch.Tensor, int]] = {}
-        self._looked_at: Collection[int] = kind.indices
-        self._beyond = sys.maxsize if late is None else 0
-        self._observer = observer = unit.check.observer(checked=late is not None)
-        if observer is not None:
-            self._looked_at, self._beyond = (*kind.indices, observer.sampled), observer.beyond
-        self._compared: dict[int, Comparison] = {}
+        self._observer = unit.check.observer(checked=late is not None)
+        # frames that keep outputs look at more
+        self._looked_at: Collection[int] = kind.indices if late is None and self._observer is None else ALL
+        self._compared: dict[int, CheckedTensor] = {}
         self._sizes: list[int] = []  # numbers of elements of what is saved
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -143,7 +140,7 @@ class CheckpointFrame:
         if before is not None:
             self._learn_effects(live, *before)
         self._live = None
-        if type(self._observer) is CheckedCall:
+        if self._observer is not None:
             self._observer.forward_ended()
         if self._chosen:  # of which a checked call has let go by now
             self._keep_own_indices()
@@ -179,15 +176,15 @@ class CheckpointFrame:
         sizes = self._sizes
         number = len(sizes)
         sizes.append(tensor.numel())
-        if number in self._looked_at or number >= self._beyond:
+        if number in self._looked_at:
             self._look_at(number, tensor)
         return number
 
     def _look_at(self, number: int, tensor: torch.Tensor) -> None:
         if tensor.dtype is torch.int64 and tensor.is_contiguous() and self._are_few(tensor):
             self._chosen[number] = tensor.detach(), tensor._version
-        if self._observer is not None and (comparison := self._observer.look_at(number, tensor)) is not None:
-            self._compared[number] = comparison
+        if self._observer is not None:
+            self._compared[number] = self._observer.look_at(number, tensor)
 
     def _are_few(self, indices: torch.Tensor) -> bool:
         if not indices.dim():  # the seed or the offset of attention's dropout
@@ -239,9 +236,8 @@ class CheckpointFrame:
         inputs = self._take_inputs()
         for comparison in self._compared.values():
             comparison.look_again()
-        checked = self._observer if type(self._observer) is CheckedCall else None
-        if checked is not None:
-            checked.before_rerun(unit.module)
+        if self._observer is not None:
+            self._observer.before_rerun(unit.module)
         self._filled, self._until, self._to_end = 0, len(self._sizes), to_end
         try:
             output = self._run_again(inputs, exchanged)
@@ -255,8 +251,8 @@ class CheckpointFrame:
             self._values.clear()
             what = f"saved {len(self._sizes)} tensors in forward and {self._filled} when it ran again"
             raise diverged(unit.name, what)
-        if checked is not None:
-            checked.after_rerun()
+        if self._observer is not None:
+            self._observer.after_rerun()
         return output
 
     def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Entry]) -> Any:

@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from autockpt.checkpointing.fingerprint import fingerprint, layout_of, quietly, why_not
-from autockpt.checkpointing.frame import CheckpointFrame, diverged
+from autockpt.checkpointing.frame import ALL, CheckpointFrame, diverged
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.op_table import draws_random_numbers
 from autockpt.checkpointing.replay_context import current_transform
@@ -207,7 +207,6 @@ class KeepingFrame(CheckpointFrame):
     )
 
     def __init__(self, unit: CheckpointedUnit, *given: Any, **named: Any) -> None:
-        unit.check.in_turn = True
         super().__init__(unit, *given, **named)
         inputs = [_type_of(tensor) for tensor in self._live or () if not tensor.is_nested]
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
@@ -223,11 +222,10 @@ class KeepingFrame(CheckpointFrame):
         self._last: tuple[Any, Any, Any] = None, None, None  # a tensor, a geometry, and the view of it that was made
         self._is_inside = False  # a call in a scope
         self.mode: FunctionScopes | None = None  # is to be entered when ``_until`` is reached
-        if self._layout is None:
-            self._beyond = 0
-        else:
+        if self._layout is not None:
             self._wanted = dict.fromkeys(self._layout.kept_numbers)
-            self._looked_at = {*self._wanted, *self._looked_at}
+        if self._looked_at is not ALL:
+            self._looked_at = ALL if self._layout is None else {*self._wanted, *self._looked_at}
 
     # In forward.
 

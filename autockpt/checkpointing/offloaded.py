@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from autockpt.checkpointing.arguments import Held
-from autockpt.checkpointing.divergence import CheckedCall, Comparison, UnitCheck
+from autockpt.checkpointing.divergence import CheckedCall, CheckedTensor
 from autockpt.checkpointing.fingerprint import laid_out_on, layout_of, probe_of
 from autockpt.devices.base import Transport
 from autockpt.errors import InPlaceError
@@ -119,7 +119,7 @@ class OffloadedTensor:
 
     __slots__ = ("_entry", "_layout", "_probe", "_storage", "_version")
 
-    def __init__(self, tensor: torch.Tensor, storage: OffloadedStorage, entry: Comparison | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: OffloadedStorage, entry: CheckedTensor | None = None) -> None:
         self._probe, self._version = probe_of(tensor), tensor._version
         self._storage, self._entry, self._layout = storage, entry, layout_of(tensor)
         storage.users += 1
@@ -152,7 +152,7 @@ class OffloadHooks:
         group: OffloadedCall,
         outside: Iterable[torch.Tensor],
         module: nn.Module,
-        observer: CheckedCall | UnitCheck | None,
+        observer: CheckedCall | None,
         hidden: torch.Tensor | None,
     ) -> None:
         self._group, self._module, self._observer, self._moved = group, module, observer, 0

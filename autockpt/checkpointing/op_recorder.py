@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from autockpt.checkpointing.divergence import can_be_sampled
 from autockpt.checkpointing.op_table import STATISTICS, draws_random_numbers, kind_of, written_by
 from autockpt.checkpointing.replay_context import current_transform, switches
 
@@ -95,7 +94,6 @@ class Saved(NamedTuple):
     value: Value | None
     geometry: Geometry | None
     dtype: torch.dtype
-    can_be_sampled: bool
 
 
 class Tap(NamedTuple):
@@ -240,7 +238,7 @@ class OpRecorder:
         plain = is_plain(tensor)
         value = self._value_of(tensor) if plain else None
         geometry = geometry_of(tensor) if plain else None
-        self.saved.append(Saved(value, geometry, tensor.dtype, plain and can_be_sampled(tensor)))
+        self.saved.append(Saved(value, geometry, tensor.dtype))
         self.timeline.append(self.saved[-1])
 
     def pass_module(self, module: int, turn: int, tensors: Sequence[Any]) -> None:

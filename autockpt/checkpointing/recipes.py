@@ -103,18 +103,17 @@ class Position(NamedTuple):
     """What becomes of one saved tensor. ``form`` is None where it may have any.
 
     ``cell``: of kept ones, where later programs find it; of a weight, its number and offset in bytes from that.
-    ``dropped``: its number among those dropped, None where it is kept. A dropped one is a ``view`` of ``value``, which
-    is made from the cells of this ``group``. ``number``: its own, among all.
+    ``number``: its own. A dropped one is a ``view`` of ``value``, which is made from the cells of this ``group``: None
+    where it is kept.
     """
 
     form: Form | None
     cell: int | None = None
     weight: tuple[int, int] | None = None
-    dropped: int | None = None
+    number: int = 0
     value: int = 0
     view: Geometry | None = None
-    group: int = 0
-    number: int = 0
+    group: int | None = None
 
 
 class Recipe:
@@ -134,7 +133,6 @@ class Recipe:
         self.cells = 0
         self.groups: list[tuple[int, ...]] = []
         self.content: list[str] = []
-        self.ends: frozenset[int] = frozenset()  # dropped tensors that depend on all others
         self.is_dynamic = False
         self.switches: tuple[Any, ...] = ()
 
@@ -173,7 +171,6 @@ class _Planner:
         recipe.positions = [
             p._replace(cell=p.cell if p.cell in used else None, number=n) for n, p in enumerate(recipe.positions)
         ]
-        recipe.ends = _ends(record, recipe)
         recipe.content = self._content(record)
 
     def _is_in_reach(self, value: Value) -> bool:
@@ -209,10 +206,9 @@ class _Planner:
         recipe.uses[number] += 1
         cells = recipe.programs[number].cells
         view = _relative(geometry, value.geometry)
-        dropped = recipe.uses.total() - 1
         if cells not in recipe.groups:
             recipe.groups.append(cells)
-        recipe.positions.append(Position(form, None, None, dropped, number, view, recipe.groups.index(cells)))
+        recipe.positions.append(Position(form, value=number, view=view, group=recipe.groups.index(cells)))
         recipe.cells = max([recipe.cells, *(cell + 1 for cell in cells)])
 
     # What to hold for a value. The cost of a value is the extra bytes to hold so that it can be recomputed: 0 if it is
@@ -325,17 +321,6 @@ class _Planner:
 
 def _relative(geometry: Geometry, base: Geometry) -> Geometry | None:
     return None if geometry == base else (geometry[0], geometry[1], geometry[2] - base[2])
-
-
-def _ends(record: OpRecorder, recipe: Recipe) -> frozenset[int]:
-    """A few dropped tensors that all others lead to, for where looking at each would take long. Of such as can be
-    sampled."""
-    chosen, covered = set[int](), set[int]()
-    for saved, position in zip(reversed(record.saved), reversed(recipe.positions), strict=True):
-        if position.dropped is not None and position.value not in covered and saved.can_be_sampled:
-            chosen.add(position.dropped)
-            covered.update(value for step in recipe.programs[position.value].steps for _, value in step.outputs)
-    return frozenset(chosen)
 
 
 def _text(arg: Any, name: Callable[[Value], str]) -> str:

@@ -1,8 +1,8 @@
 """Rematerialization: recompute single saved tensors in backward, by recipes.
 
 The first calls of a signature are recorded op by op and yield a recipe (which tensors to drop, which ops recompute
-them). Later calls follow the recipe, with hooks on saved tensors alone. After 4, 8, … 512 calls one is recorded again
-and compared. If recordings keep differing, every call is recorded.
+them). Later calls follow the recipe, with hooks on saved tensors alone. After 4, 8, … 256, 511 calls one is recorded
+again and compared. If recordings keep differing, every call is recorded.
 
 For example ``down(silu(up(x)))`` with matrix products kept. Autograd saves five tensors, so the recipe has five
 positions::
@@ -38,10 +38,9 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from numbers import Number
@@ -52,7 +51,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autockpt.checkpointing.arguments import Held, hold, unpack
-from autockpt.checkpointing.divergence import FIRST_CALLS, CheckedCall, UnitCheck
+from autockpt.checkpointing.divergence import FIRST_CALLS, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, form_of, laid_out, plan
@@ -218,14 +217,13 @@ class RecordedCall:
     """One call of ``unit`` with these arguments. ``is_recorded``, or by a recipe."""
 
     __slots__ = (
-        *("_cells", "_compares", "_inputs", "_known", "_left", "_lost", "_memo", "_observer", "_recipe", "_sources"),
+        *("_cells", "_inputs", "_known", "_left", "_lost", "_memo", "_observer", "_recipe", "_sources"),
         *("_stream", "_tensors", "_unit", "_upcoming", "_weights", "is_recorded"),
     )
 
     def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._unit = unit
         self._known, self._tensors, self.is_recorded = known, _, _ = unit.next_call(args, kwargs)
-        # what compares what is dropped: in unchecked calls few tensors that all others lead to
         self._observer = unit.check.observer(new=known.recipe is None)
         self._lost = False
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
@@ -239,9 +237,6 @@ class RecordedCall:
         """Take what the recipe starts from."""
         self._recipe = recipe
         self._upcoming = itertools.chain(recipe.positions, itertools.repeat(_BEYOND))
-        self._compares: Container[int] = ()  # dropped tensors
-        if self._observer is not None:
-            self._compares = recipe.ends if type(self._observer) is UnitCheck else range(sys.maxsize)
         self._cells: list[Any] = [None] * recipe.cells
         self._sources: list[tuple[Any, ...] | None] = [None] * len(recipe.groups)  # what is in their cells
         inputs = hold([self._tensors[number] for number in recipe.inputs])
@@ -273,7 +268,7 @@ class RecordedCall:
             if self._lost or next(self._upcoming) is not _BEYOND:
                 self._unit.lose(self._known)
         self._tensors, self._cells, self._sources = [], [], []
-        if type(self._observer) is CheckedCall:
+        if self._observer is not None:
             self._observer.forward_ended()
         return output
 
@@ -292,18 +287,17 @@ class RecordedCall:
         leaves themselves, as autograd holds them, with what was set on them.
         """
         # No function is called that need not be: a layer saves dozens of tensors.
-        form, cell, weight, dropped, _, _, group, number = next(self._upcoming)
+        form, cell, weight, number, _, _, group = next(self._upcoming)
         if form is not None and (tensor.shape != form[0] or tensor.stride() != form[1] or tensor.dtype is not form[2]):
             cell = self._lose()
-        elif dropped is not None:
+        elif group is not None:
             if (sources := self._sources[group]) is None:
                 sources = tuple([self._cells[cell] for cell in self._recipe.groups[group]])
                 if None in sources:
                     sources = self._lose()  # a module inside was not called, or with another tensor
                 self._sources[group] = sources
             if sources is not None:
-                looks = dropped in self._compares
-                return number, self._observer.sample(dropped, tensor) if looks else None, sources  # type: ignore[union-attr]
+                return number, None if self._observer is None else self._observer.look_at(number, tensor), sources
         elif weight is not None:
             # FullyShardedDataParallel has all weights in one storage
             home, name = self._unit.weights[weight[0]]
@@ -344,10 +338,10 @@ class RecordedCall:
         for number, (slot, position) in enumerate(zip(slots, recipe.positions, strict=True)):
             if position.cell is not None:
                 self._cells[position.cell] = slot[:2]
-            elif position.dropped is not None:
+            elif position.group is not None:
                 # what was made on another stream may be freed there before this one has read it
-                looks = position.dropped in self._compares and stream_of(slot[0].device) == slot[2]
-                comparison = self._observer.sample(position.dropped, slot[0]) if looks else None  # type: ignore[union-attr]
+                looks = self._observer is not None and stream_of(slot[0].device) == slot[2]
+                comparison = self._observer.look_at(number, slot[0]) if looks else None  # type: ignore[union-attr]
                 slot[:] = number, comparison, tuple([self._cells[cell] for cell in recipe.groups[position.group]])
         recorder.forget()
         unit.learn(self._known, recipe)

@@ -26,6 +26,8 @@ from autockpt.errors import ConflictError
 autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 # the innermost transform of torch.func, of which tensors have no memory of their own; torch has no public question
 current_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # type: ignore[attr-defined]
+sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number of the next autograd node that this thread makes."""
 _SDPA = torch.backends.cuda  # of all devices
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_SDPA.flash_sdp_enabled, _SDPA.enable_flash_sdp),

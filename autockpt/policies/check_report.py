@@ -17,8 +17,8 @@ class Proof:
     """What sentinels have checked so far. ``print`` shows it.
 
     A step is a forward pass of the whole model with gradients enabled; with gradient accumulation an optimizer step has
-    several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one after 512 others, of
-    which eight elements each are compared; with ``all`` every call.
+    several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one of 512;
+    with ``all`` every call.
     ``unwatched``: units of the plan that no sentinel stands over, and why.
     """
 
@@ -37,11 +37,6 @@ class Proof:
         """Tensors compared, of all units."""
         return sum(unit.tensors for unit in self.units.values())
 
-    @property
-    def samples(self) -> int:
-        """Tensors of other calls that were compared at one place, of all units."""
-        return sum(unit.samples for unit in self.units.values())
-
     def __str__(self) -> str:
         if self.mode == "off":
             return f"sentinels are off ({VARIABLE}, sentinels= of apply)"
@@ -50,8 +45,7 @@ class Proof:
         often = "every call" if self.mode == "all" else some
         lines = [
             f"sentinels ({often}): in {self.steps} forward passes {self.tensors} tensors in {self.checks} calls of "
-            f"{proven} of {len(self.units)} units were what forward had computed, {self.samples} of other calls at one "
-            "place each"
+            f"{proven} of {len(self.units)} units were what forward had computed"
         ]
         for name, unit in self.units.items():
             lines += [f"  {name}: {times} × not checked: {why}" for why, times in unit.unchecked.items()]

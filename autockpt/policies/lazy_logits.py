@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autockpt.checkpointing.arguments import flatten, holders, raise_in_words, tensors_of, unflatten
-from autockpt.checkpointing.divergence import CheckedCall, UnitCheck
+from autockpt.checkpointing.divergence import UnitCheck
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.offloaded import address_of
 from autockpt.checkpointing.replay_context import AutocastState
@@ -47,8 +47,7 @@ class Rows:
 
     def __init__(self, unit: str, size: int, check: UnitCheck) -> None:
         self.unit, self._size = unit, size
-        observer = check.observer()
-        self.watch = observer if isinstance(observer, CheckedCall) else None
+        self.watch = check.observer()
         self.used = False
         self.watchers: list[Callable[..., Any]] = []
         self._stepped: set[object] = set()

@@ -128,7 +128,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         except (RuntimeError, AssertionError) as error:
             refuse_by_message(error, state.unit)
             raise
-        if isinstance(observer, CheckedCall):
+        if observer is not None:
             _forward_ended(observer)
         pipeline.close(state, group)
         return output

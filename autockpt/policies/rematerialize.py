@@ -18,11 +18,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autockpt.checkpointing.arguments import tensors_of
-from autockpt.checkpointing.divergence import sequence_nr
 from autockpt.checkpointing.op_recorder import OpRecorder
 from autockpt.checkpointing.op_table import Overload, is_attention, kind_of
 from autockpt.checkpointing.recorded_call import RecordedCall, RecordedUnit
-from autockpt.checkpointing.replay_context import autocast_depth
+from autockpt.checkpointing.replay_context import autocast_depth, sequence_nr
 from autockpt.errors import ConflictError
 from autockpt.interpreter import patched
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled, modules_named

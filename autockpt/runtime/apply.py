@@ -60,11 +60,10 @@ def apply(
     warning says that its promise does not hold here.
 
     While training, sentinels compare what backward is given with what forward had computed: every unit's first calls,
-    then ever fewer, at last one after 512 others, and of all other calls a few tensors at one place
-    (``sentinels="sample"``, also by the environment variable ``AUTOCKPT_SENTINELS``), every call whole (``"all"``) or
-    none (``"off"``). A mismatch ends that backward with a ConflictError that names the unit, before the optimizer's
-    step unless that is itself a hook of backward; what differs at a place on an accelerator ends a forward soon after.
-    Other ranks of a distributed training then see this one gone, as after any exception.
+    then ever fewer, at last one of 512 (``sentinels="sample"``, also by the environment variable
+    ``AUTOCKPT_SENTINELS``), every call (``"all"``) or none (``"off"``). A mismatch ends that backward with a
+    ConflictError that names the unit, before the optimizer's step unless that is itself a hook of backward. Other ranks
+    of a distributed training then see this one gone, as after any exception.
 
     Raises PlanError where the plan is malformed or belongs to another model; RunDirectoryError where a directory holds
     none; ConflictError where it cannot be attached safely; UsageError for other ``sentinels``, and for what is no

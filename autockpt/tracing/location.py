@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autockpt.checkpointing.divergence import sequence_nr
-from autockpt.checkpointing.replay_context import recomputing
+from autockpt.checkpointing.replay_context import recomputing, sequence_nr
 from autockpt.schema.graph import PHASES, Phase
 from autockpt.schema.names import strip_prefixes
 
