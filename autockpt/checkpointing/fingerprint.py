@@ -75,17 +75,9 @@ def _sum_of(memory: torch.Tensor) -> torch.Tensor:
     most = 4 * _words_at_a_time(memory.device) // memory.element_size()
     if memory.numel() <= most:
         return _sum_of_piece(memory)
-    return _sum_of(torch.stack([_sum_of_piece(piece) for piece in _pieces(memory, most)]))
-
-
-def _pieces(memory: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Parts of at most so many elements, cut by the tensor's size alone."""
-    inner = memory.numel() // memory.size(0)
-    if inner <= most:
-        yield from memory.split(most // inner)
-        return
-    for part in memory.unbind(0):
-        yield from _pieces(part, most)
+    inner = memory.numel() // memory.size(0)  # cut by the size alone
+    parts = memory.split(most // inner) if inner <= most else memory.unbind(0)
+    return _sum_of(torch.stack([*map(_sum_of, parts)]))
 
 
 def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
