@@ -109,8 +109,8 @@ class CheckpointFrame:
                 raise _unreadable(error, unit.name) from error
             raise
         self._trains = [tensor.requires_grad for tensor in live]
-        self._training = unit.state.training()
-        self._before: list[Entry] = unit.state.take()
+        self._training = unit.training()
+        self._before: list[Entry] = unit.state.take() if unit.state.lively else []
         self._learned = kind.indices
         self._chosen: dict[int, tuple[torch.Tensor, int]] = {}
         self._observer = unit.check.observer(checked=late is not None)
@@ -160,7 +160,7 @@ class CheckpointFrame:
         if not unit.has_same_modules():
             # it made or exchanged modules: a recomputation runs those that are there now
             self._unit = unit = CheckpointedUnit(unit.name, unit.module, unit.check)
-            self._parameters, self._training = unit.parameters(), unit.state.training()
+            self._parameters, self._training = unit.parameters(), unit.training()
             self._versions = list(map(_version, self._present()))
         installed = state.installed(effects)
         self._before = state.learn(everything, late=self._late or 0)
@@ -261,7 +261,7 @@ class CheckpointFrame:
         with (
             running_again(unit.name),
             _NOTHING if self._turn is None else self._turn(),
-            unit.state.restored([*self._before, *exchanged], self._training) as self._shared,
+            unit.state.restored([*self._before, *exchanged], self._training, unit.training()) as self._shared,
             self._context,
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force
             saved_tensors_hooks(self.repack, identity),

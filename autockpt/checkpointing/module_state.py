@@ -8,7 +8,6 @@ closures, class attributes, modules around the unit) is not restored.
 from __future__ import annotations
 
 import copy
-import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +27,6 @@ _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _PLAIN_TENSORS = (torch.Tensor, nn.Buffer)
 _ABSENT: Any = object()
 _NOTHING: AbstractContextManager[Collection[int]] = nullcontext(())
-_training = operator.itemgetter("training")
 # `forward`: choices are attached and taken off there
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -138,31 +136,27 @@ class ModuleState:
     def __init__(self, unit: str, module: nn.Module) -> None:
         self._unit = unit
         self.modules = list(module.modules())
-        self._fields = [vars(inner) for inner in self.modules]
+        self.fields = [vars(inner) for inner in self.modules]
         # FullyShardedDataParallel puts views of its own in the place of parameters
-        self._sharded = {id(f) for f in self._fields if "_is_fsdp_managed_module" in f}
+        self._sharded = {id(f) for f in self.fields if "_is_fsdp_managed_module" in f}
         # Where forwards change something. Kernels of norms write without a new version, so they are known by type.
-        self._lively: dict[Key, dict[str, Any]] = {}
+        self.lively: dict[Key, dict[str, Any]] = {}
         for norm in filter(_writes_unseen, self.modules):
-            self._lively |= {(id(norm._buffers), name): norm._buffers for name in norm._buffers}
+            self.lively |= {(id(norm._buffers), name): norm._buffers for name in norm._buffers}
         self._installs = False  # a forward registered hooks
-
-    def training(self) -> list[bool]:
-        """The modules' ``training`` flags."""
-        return list(map(_training, self._fields))
 
     def take(self) -> list[Entry]:
         """What forwards change, as it is now."""
-        return [Entry.of(home, name) for (_, name), home in self._lively.items()] if self._lively else []
+        return [Entry.of(home, name) for (_, name), home in self.lively.items()]
 
     def take_all(self) -> dict[Key, Entry]:
         """Everything, as it is now: for a call in which it is learned what changes."""
-        places = [(fields["_buffers"], name) for fields in self._fields for name in fields["_buffers"]]
-        for fields in self._fields:
+        places = [(fields["_buffers"], name) for fields in self.fields for name in fields["_buffers"]]
+        for fields in self.fields:
             views = torch.Tensor if id(fields) in self._sharded else ()
             places += [(fields, n) for n, v in fields.items() if n not in _NOT_STATE and not isinstance(v, views)]
         # hooks on the unit itself are called around what runs again
-        places += [(fields, name) for fields in self._fields[1:] for name in _HOOKS if fields[name]]
+        places += [(fields, name) for fields in self.fields[1:] for name in _HOOKS if fields[name]]
         return {(id(home), name): Entry.of(home, name) for home, name in places}
 
     def learn(self, before: dict[Key, Entry], *, late: int) -> list[Entry]:
@@ -174,7 +168,7 @@ class ModuleState:
         after = self.take_all()
         for key in {**before, **after}:
             if key[1] in _HOOKS:
-                self._lively[key] = (before.get(key) or after[key]).home
+                self.lively[key] = (before.get(key) or after[key]).home
                 continue
             then = before[key] if key in before else after[key]._replace(value=_ABSENT, content=None)
             now = after[key] if key in after else Entry(then.home, then.name, _ABSENT, None, 0)
@@ -186,11 +180,11 @@ class ModuleState:
                 counts = True
             else:
                 continue
-            if counts and late and key not in self._lively:
+            if counts and late and key not in self.lively:
                 raise self._refusal(then, f"began to change within the last {late} calls, and may have changed twice")
-            self._lively[key] = then.home
+            self.lively[key] = then.home
             before[key] = then
-        return [before[key] for key in self._lively if key in before]
+        return [before[key] for key in self.lively if key in before]
 
     def _refusal(self, entry: Entry, what: str) -> ConflictError:
         named = self.modules[0].named_modules()
@@ -224,13 +218,14 @@ class ModuleState:
         self._installs |= installs
         return installs
 
-    def restored(self, entries: list[Entry], training: list[bool]) -> AbstractContextManager[Collection[int]]:
-        """As in ``entries``, and afterwards as now. Yields the storages that are written to then: what is saved of them
-        has to be copied."""
-        flags = self.training()
+    def restored(
+        self, entries: list[Entry], training: list[bool], now: list[bool]
+    ) -> AbstractContextManager[Collection[int]]:
+        """As in ``entries`` and with these ``training`` flags, and afterwards as ``now``. Yields the storages that are
+        written to then: what is saved of them has to be copied."""
         if entries:
             entries = [e for e in entries if e.name not in _HOOKS or e.home[e.name] != e.content]
-        return self._restored(entries, training, flags) if entries or flags != training else _NOTHING
+        return self._restored(entries, training, now) if entries or now != training else _NOTHING
 
     @contextmanager
     def _restored(self, entries: list[Entry], training: list[bool], flags: list[bool]) -> Iterator[Collection[int]]:
@@ -247,7 +242,7 @@ class ModuleState:
                 self._put(now, flags)
 
     def _put(self, entries: list[Entry], training: list[bool]) -> None:
-        for fields, flag in zip(self._fields, training, strict=True):
+        for fields, flag in zip(self.fields, training, strict=True):
             fields["training"] = flag
         with torch.no_grad():
             for entry in entries:

@@ -16,6 +16,7 @@ from autockpt.checkpointing.module_state import Entry, ModuleState
 from autockpt.checkpointing.replay_context import Place, accelerators_of
 
 _type_of = operator.attrgetter("dtype", "requires_grad", "device")
+_training = operator.itemgetter("training")
 
 
 class CallKind:
@@ -73,6 +74,10 @@ class CheckpointedUnit:
         """Whether no module was exchanged, and no module or parameter added or taken away, since this was made."""
         children = [*itertools.chain.from_iterable(map(dict.values, self._modules))]
         return children == self._children and list(map(len, self._whole)) == self._sizes
+
+    def training(self) -> list[bool]:
+        """The modules' ``training`` flags."""
+        return list(map(_training, self.state.fields))
 
     def parameters(self) -> list[torch.Tensor | None]:
         """As they are now: FSDP, ``functional_call`` and PEFT exchange them, and FSDP takes some away."""
