@@ -14,7 +14,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType, MethodType
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -314,7 +314,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 @dataclass(eq=False, repr=False)
 class Session:
-    """Choices attached to a model, until ``remove``. Also a context manager.
+    """Choices attached to a model, until ``remove``. Also a context manager, at whose end they are removed.
 
     ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
     ``transports`` gives the way off a device into a tier. ``placed`` are the forwards that were placed on modules,
@@ -380,34 +380,22 @@ class Session:
 
         Graphs of forwards that have run already keep working.
         """
-        while self.placed:
-            take_off(*self.placed.pop())
-
-    def set_aside(self) -> None:
-        """As ``remove``, but to be put back."""
         for module, forward in reversed(self.placed):
-            take_off(module, forward)
+            if forward.state.active:  # else another plan may be on the module by now
+                take_off(module, forward)
 
-    def put_back(self) -> None:
-        """Attach again what was set aside, the very same objects: a compiler finds the code that it made for them.
+    def put_back(self) -> Session:
+        """Attach again what was removed, the very same objects: a compiler finds the code that it made for them.
 
-        Raises ConflictError where something else is attached now.
+        In a ``with`` it is removed again at the end. Raises ConflictError where something else is attached now.
         """
         try:
             for module, forward in self.placed:
                 put_back(module, forward)
         except ConflictError:
-            self.set_aside()
+            self.remove()
             raise
-
-    @contextmanager
-    def for_now(self) -> Iterator[Session]:
-        """Put back while the block runs, then set aside again. Raises as ``put_back``."""
-        self.put_back()
-        try:
-            yield self
-        finally:
-            self.set_aside()
+        return self
 
     def __enter__(self) -> Session:
         return self

@@ -1,6 +1,6 @@
 """Several sets of choices on one model: at each forward the batch that comes in says which one acts.
 
-Every set is a session of its own, attached once and then set aside and put back as a whole. What runs again in backward
+Every set is a session of its own, attached once and then removed and put back as a whole. What runs again in backward
 first puts back the set that it ran under, whichever acts by then; nothing else of a backward asks which one does.
 """
 
@@ -173,7 +173,7 @@ class BatchSets(Session):
     def _act(self, number: int) -> None:
         guard = self.guard
         if number != self.acting and guard is not None and guard.active:  # or the plan was taken off in between
-            self.sessions[self.acting].set_aside()
+            self.sessions[self.acting].remove()
             self.acting = number
             self.sessions[number].put_back()
 
@@ -269,7 +269,7 @@ def attach_sets(
     try:
         for choices in (*(choices for _, choices in sets), *leaner):
             made.sessions.append(attach_units(model, choices, made.transports, made.sentinels))
-            made.sessions[-1].set_aside()
+            made.sessions[-1].remove()
         refuse_compiled(model, made.sessions)
         made.order = [unit for session in made.sessions for unit in session.order]
         look_after(model, made).sets = made

@@ -115,7 +115,7 @@ def gathers_again_once_put_back(rank: int) -> list[str]:
     session = attach(model, dict.fromkeys(NAMES, GATHERED))
     for layer in layers_of(model):
         layer.compile(backend="eager")
-    session.set_aside()
+    session.remove()
     model(torch.ones(8, WIDTH)).sum().backward()
     session.put_back()
     model(torch.ones(8, WIDTH))

@@ -99,8 +99,8 @@ def test_scopes_stay_off_where_a_plan_is_put_back(keep: list[str], again: int) -
     for layer in model.layers:
         layer.compile(backend=compiler, fullgraph=True)
     model(torch.randn(4, 16)).square().mean().backward()
-    session.set_aside()
-    with session.for_now():
+    session.remove()
+    with session.put_back():
         model(torch.randn(4, 16)).square().mean().backward()
     session.remove()
     assert products == [PRODUCTS + again]

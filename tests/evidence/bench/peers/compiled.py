@@ -97,8 +97,8 @@ def _attached(model: nn.Module, key: _Key, choices: Mapping[str, Choice] | None)
     if plan not in known:
         known[plan] = without_kv_cache(model) if choices is None else attach(model, choices)
         known[plan].in_mid_training()
-        known[plan].set_aside()
-    return known[plan].for_now()
+        known[plan].remove()
+    return known[plan].put_back()
 
 
 def compile_seconds(model: nn.Module) -> float:
