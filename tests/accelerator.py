@@ -67,7 +67,7 @@ class Accelerator:
 
     def stats(self, device: torch.device) -> dict[str, int]:
         assert device.type == KIND  # by number it could be another kind's
-        return {"reserved_bytes.all.peak": 3 * GIB}
+        return {"reserved_bytes.all.peak": 3 * GIB, "reserved_bytes.all.current": 2 * GIB, "num_alloc_retries": 4}
 
     def make_stream(self, device: torch.device) -> Stream:
         self.made.append(Stream(f"copies {len(self.made)}", device.index))

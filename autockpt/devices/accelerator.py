@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autockpt.devices.base import Peak
+from autockpt.devices.base import MemoryReading, Peak
 from autockpt.errors import DeviceOutOfMemory, MeasurementError
 from autockpt.process import in_a_fork
 from autockpt.schema.device import WITHOUT_STREAMS, DeviceInfo
@@ -101,6 +101,24 @@ class AcceleratorDevice:
         """What this process holds on the device outside of PyTorch's allocator, where that can be known."""
         return 0
 
+    def memory(self) -> MemoryReading:
+        """What the allocator counts. Of devices whose allocator tells no peak (see ``describe``) that is nothing."""
+        stats = torch.accelerator.memory_stats(self.torch_device)
+        free, _ = torch.accelerator.get_memory_info(self.torch_device)
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        return MemoryReading(
+            allocated=stats.get("allocated_bytes.all.current", 0),
+            allocated_peak=stats.get("allocated_bytes.all.peak", 0),
+            reserved=reserved,
+            reserved_peak=stats.get("reserved_bytes.all.peak", 0),
+            retries=stats.get("num_alloc_retries", 0),
+            free=free + reserved,
+        )
+
+    def reset_peaks(self) -> None:
+        """Count peaks from now on."""
+        torch.accelerator.reset_peak_memory_stats(self.torch_device)
+
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
         torch.accelerator.synchronize(self.torch_device)
@@ -113,7 +131,7 @@ class AcceleratorDevice:
         self._open()
         self._set_limit()
         self.synchronize()
-        torch.accelerator.reset_peak_memory_stats(self.torch_device)
+        self.reset_peaks()
         fn()
         self.synchronize()
         reserved = torch.accelerator.max_memory_reserved(self.torch_device)
@@ -139,7 +157,7 @@ class AcceleratorDevice:
         gc.collect()
         if is_open(self.kind):
             torch.accelerator.empty_cache()
-            torch.accelerator.reset_peak_memory_stats(self.torch_device)
+            self.reset_peaks()
 
     @contextmanager
     def limit(self, budget_bytes: int | None) -> Iterator[None]:

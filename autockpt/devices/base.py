@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +18,21 @@ class Peak:
 
     peak_bytes: int
     allocated_bytes: int | None = None
+
+
+class MemoryReading(NamedTuple):
+    """Bytes that tensors hold (``allocated``) and the allocator does (``reserved``), and the most since the last reset.
+
+    ``retries``: how often the allocator had to give its cache back to serve a request; ``free``: bytes that it may hold
+    as far as others go.
+    """
+
+    allocated: int
+    allocated_peak: int
+    reserved: int
+    reserved_peak: int
+    retries: int
+    free: int
 
 
 class OffloadHandle:

@@ -8,7 +8,6 @@ alone, so that the micro-batches of one accumulation do not move about.
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections.abc import Mapping
@@ -20,6 +19,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from autockpt.devices import get_device
+from autockpt.devices.accelerator import AcceleratorDevice
+from autockpt.errors import MeasurementError, UsageError
 from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.names import ancestors, outermost
 from autockpt.schema.sizes import format_binary
@@ -42,52 +44,14 @@ UNSEEN = 0.75
 _RICHER = ("save", "remake", "selective", "keep_attention")
 
 
-class MemoryReading(NamedTuple):
-    """The most bytes since the last reset that tensors held and that the allocator did; how often the allocator had to
-    give its cache back to serve a request; what it holds now; and bytes that it may hold as far as others go."""
-
-    allocated: int
-    reserved: int
-    retries: int
-    held: int
-    free: int
-
-
-class Meter:
-    """The counters of PyTorch's caching allocator for one accelerator, in bytes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def read(self) -> MemoryReading:
-        stats = torch.accelerator.memory_stats(self.device)
-        free, _ = torch.accelerator.get_memory_info(self.device)
-        names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
-        allocated, reserved, retries = (stats.get(name, 0) for name in names)
-        held = stats.get("reserved_bytes.all.current", 0)
-        return MemoryReading(allocated, reserved, retries, held, free + held)
-
-    def allocated(self) -> int:
-        """What tensors hold now."""
-        return torch.accelerator.memory_allocated(self.device)
-
-    def reset(self, *, give_back: bool) -> None:
-        """Count peaks from now on; ``give_back``: collect garbage and return cached memory to the device first."""
-        if give_back:
-            gc.collect()
-            torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats(self.device)
-
-
-def meter_of(device: torch.device) -> Meter | None:
-    """What tells a device's memory while training; None where nothing does, as on a CPU."""
-    if device.type in ("cpu", "meta"):
-        return None
+def metered(device: torch.device) -> AcceleratorDevice | None:
+    """The device whose counters tell what training takes; None where nothing does, as on a CPU."""
     try:
-        Meter(device).read()
-    except (RuntimeError, NotImplementedError):
+        found = get_device(str(device))
+        found.describe()
+    except (UsageError, MeasurementError):  # of a kind that is not known, or its allocator tells no peak
         return None
-    return Meter(device)
+    return found if isinstance(found, AcceleratorDevice) else None
 
 
 class Move(NamedTuple):
@@ -157,11 +121,12 @@ def size_class(tokens: int) -> int:
 class Adaptive:
     """By which set of choices each batch trains. ``rungs`` are the model's sets, the richest first.
 
-    ``limit`` is the budget in bytes; less where others hold so much of the device that it cannot be had.
+    ``limit`` is the budget in bytes (None: all that the device has). What tensors may take of it is less: none lie in
+    the context, and others may hold so much of the device that it cannot be had.
     """
 
-    def __init__(self, model: nn.Module, meter: Meter, limit: int, rungs: int) -> None:
-        self.meter, self.limit, self.rungs = meter, limit, rungs
+    def __init__(self, model: nn.Module, device: AcceleratorDevice, limit: int | None, rungs: int) -> None:
+        self.device, self.limit, self.rungs = device, (limit or device.capacity()) - device.context_bytes(), rungs
         self.steps, self.moves = 0, list[Move]()
         self._model = weakref.ref(model)
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, bool]()  # whether they are the model's
@@ -188,7 +153,7 @@ class Adaptive:
         """
         if self._open:
             self._note(learn=True)
-            self.meter.reset(give_back=False)
+            self.device.reset_peaks()
         else:
             self._begin()
         kind, chosen = size_class(tokens), planned
@@ -199,8 +164,7 @@ class Adaptive:
                 break
             chosen += 1
         if self._less and self._given < self.steps and not self._fits(chosen, tokens, False, PRESSED):
-            self._given = self.steps
-            self.meter.reset(give_back=True)  # its last chance: memory that is not torn
+            self._give_back()  # its last chance: memory that is not torn
         if chosen - planned != before:
             self._leaner[kind] = leaner = chosen - planned
             room = format_binary(max(0, self._room))
@@ -253,11 +217,11 @@ class Adaptive:
 
     def _note(self, *, learn: bool) -> None:
         """What the forward before this moment took, with its backward and the optimizer's step."""
-        reading = self.meter.read()
-        self._reserved = max(self._reserved, reading.reserved)
-        self._torn = max(0, reading.held - reading.allocated)
+        reading = self.device.memory()
+        self._reserved = max(self._reserved, reading.reserved_peak)
+        self._torn = max(0, reading.reserved - reading.allocated_peak)
         if self._batch is not None:
-            took = max(0, reading.allocated - self._base) if learn else 0
+            took = max(0, reading.allocated_peak - self._base) if learn else 0
             self._took.append((*self._batch, took, reading.retries > self._retries))
         self._retries, self._batch = reading.retries, None
 
@@ -269,8 +233,8 @@ class Adaptive:
     def _begin(self) -> None:
         """An accumulation begins: learn from the last one, and look at what is held and free."""
         self._open = True
-        reading = self.meter.read()
-        self._base, self._free, self._retries = self.meter.allocated(), reading.free, reading.retries
+        reading = self.device.memory()
+        self._base, self._free, self._retries = reading.allocated, reading.free, reading.retries
         room = self._room
         if self.steps <= 1:  # what optimizers keep is there from the first step's end on
             self._most_room = self._last_room = room
@@ -282,12 +246,17 @@ class Adaptive:
                 self._peaks.learn(number, tokens, took)
             if retried:
                 self._rest(number, tokens)
-        give_back = (taken or over) and self.steps - self._given >= COOL
-        if give_back:
-            self._given = self.steps
         self._took, self._reserved = [], 0
         self._most_room, self._last_room = max(self._most_room, room), room
-        self.meter.reset(give_back=give_back)
+        if (taken or over) and self.steps - self._given >= COOL:
+            self._give_back()
+        else:
+            self.device.reset_peaks()
+
+    def _give_back(self) -> None:
+        """Return what the allocator's cache holds to the device, and count peaks from now on."""
+        self._given = self.steps
+        self.device.release()
 
 
 def leaner_choices(choices: Mapping[str, Choice]) -> list[dict[str, Choice]]:

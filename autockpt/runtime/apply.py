@@ -11,16 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from autockpt.checkpointing.divergence import Mode
-from autockpt.devices import get_device
-from autockpt.devices.accelerator import AcceleratorDevice
 from autockpt.errors import PlanError, UsageError
 from autockpt.policies.base import device_of
 from autockpt.policies.check_report import Proof
-from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, meter_of
+from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, metered
 from autockpt.runtime.choice_sets import BatchSets, attach_sets
 from autockpt.runtime.session import Session, attach, compiled_as
 from autockpt.schema.choices import Choice, with_plan_errors
@@ -74,11 +71,11 @@ def apply(
     notes = _doubts(plan, model)
     limit = _limit(adaptive, plan)  # an error is raised where the device reports no peak, too
     options: dict[str, Any] = {"host_budget": plan.host_budget_bytes, "sentinels": sentinels}
-    meter = meter_of(device_of(model)) if adaptive else None
-    if meter is not None or len(sets) > 1:
-        session = attach_sets(model, sets, leaner=leaner_choices(sets[-1][1]) if meter is not None else (), **options)
-        if meter is not None:
-            session.adaptive = Adaptive(model, meter, _for_tensors(limit, device_of(model)), len(session.sessions))
+    device = metered(device_of(model)) if adaptive else None
+    if device is not None or len(sets) > 1:
+        session = attach_sets(model, sets, leaner=leaner_choices(sets[-1][1]) if device is not None else (), **options)
+        if device is not None:
+            session.adaptive = Adaptive(model, device, limit, len(session.sessions))
     else:
         session = attach(model, sets[0][1], **options)
         if (guard := session.guard) is not None and plan.status != "unmeasured":  # sets know their sizes themselves
@@ -86,7 +83,7 @@ def apply(
             guard.planned = tuple(size if type(size) is int else None for size in sizes)
     if notes:
         warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
-    if adaptive and meter is None:
+    if adaptive and device is None:
         notes.append(f"adaptive does nothing: a {device_of(model).type} device reports no peak memory during training")
         logging.getLogger("autockpt").warning("%s", notes[-1])
     return Handle(plan, sets[-1][1], session, notes)
@@ -156,13 +153,6 @@ def _limit(adaptive: bool | str, plan: Plan) -> int | None:
     if budget.kind not in ("bytes", "auto"):
         raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
     return budget.size
-
-
-def _for_tensors(limit: int | None, device: torch.device) -> int:
-    """Bytes of a limit (None: of all that there is) that tensors may take: none lie in the context."""
-    found = get_device(str(device))
-    context = found.context_bytes() if isinstance(found, AcceleratorDevice) else 0
-    return (limit or found.capacity()) - context
 
 
 class Handle:

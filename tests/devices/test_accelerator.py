@@ -33,6 +33,7 @@ def test_memory_by_the_generic_api(accelerator):
     assert (info.name, info.capacity_bytes, info.overhead_bytes) == ("card 0", 16 * GIB, 0)
     assert info.copy_queues and info.enforces_limit
     assert device.used_by_others() == GIB
+    assert device.memory() == (0, 0, 2 * GIB, 3 * GIB, 4, 15 * GIB)
     peak = device.measure_peak(lambda: accelerator.calls.append("run"), resident=5)
     assert (peak.peak_bytes, peak.allocated_bytes) == (3 * GIB, GIB)
     assert accelerator.calls == ["wait", "reset peaks", "run", "wait"]

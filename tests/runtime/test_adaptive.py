@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt import Plan, apply
+from autockpt.devices import MemoryReading
 from autockpt.errors import UsageError
-from autockpt.runtime.adaptive import PATIENCE, LearnedPeaks, MemoryReading, leaner_choices, meter_of
+from autockpt.runtime.adaptive import PATIENCE, LearnedPeaks, leaner_choices
 from autockpt.runtime.choice_sets import BatchSets
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, parse_choice
 from tests.errors import raises
@@ -27,6 +29,8 @@ MB, BASE = 10**6, 10**9
 class Made:
     """Memory that a test decides about: tensors take ``per_token`` MB a token by set, above ``BASE``."""
 
+    context_bytes = int  # none
+
     def __init__(self, *per_token: int) -> None:
         self.per_token, self.sets = per_token, None
         self.torn, self.free, self.base, self.peak, self.given_back = 0, 1 << 40, BASE, BASE, 0
@@ -37,23 +41,21 @@ class Made:
         self.peak = max(self.peak, self.base + self.per_token[self.sets.acting] * tokens * MB)
         self.torn += self.sets.acting == self.tears
 
-    def read(self) -> MemoryReading:
-        return MemoryReading(self.peak, self.peak, self.torn, self.peak, self.free)
+    def memory(self) -> MemoryReading:
+        return MemoryReading(self.base, self.peak, self.peak, self.peak, self.torn, self.free)
 
-    def allocated(self) -> int:
-        return self.base
+    def reset_peaks(self) -> None:
+        self.peak = self.base
 
-    def reset(self, *, give_back: bool) -> None:
-        self.peak, self.given_back = self.base, self.given_back + give_back
+    def release(self) -> None:
+        self.peak, self.given_back = self.base, self.given_back + 1
 
 
 class Training:
     """A model under an adaptive plan, on memory that is made up."""
 
     def __init__(self, plan: Plan, meter: Made, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        import sys
-
-        monkeypatch.setattr(sys.modules["autockpt.runtime.apply"], "meter_of", lambda device: meter)
+        monkeypatch.setattr(sys.modules["autockpt.runtime.apply"], "metered", lambda device: meter)
         self.model, self.meter = LLAMA.make(), meter
         self.handle = apply(self.model, plan, adaptive=budget)
         assert isinstance(self.handle._session, BatchSets)
@@ -175,7 +177,6 @@ def test_removed_and_copied_it_watches_nothing(monkeypatch) -> None:
 
 
 def test_a_cpu_tells_no_peak_and_that_is_said(caplog) -> None:
-    assert meter_of(torch.device("cpu")) is None
     with apply(LLAMA.make(), SAVES, adaptive=True) as handle:
         assert "adaptive does nothing" in str(handle) and handle.moves == ()
     assert any("reports no peak" in r.getMessage() for r in caplog.records)
