@@ -18,7 +18,7 @@ from autockpt.measuring import LocalMeasurer, Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted
 from autockpt.measuring.device_lock import device_lock
 from autockpt.measuring.statistics import Interval, ratio_interval
-from autockpt.runtime import Proof
+from autockpt.runtime import DivergenceCheck
 from autockpt.schema import words
 from autockpt.schema.base import Data
 from autockpt.schema.baselines import ALL, NONE, baseline_plans
@@ -255,7 +255,7 @@ class _Verification:
             return _check("sentinels", None, "compiled graphs have none; the peak shows what they keep")
         self.listener.stage("check what is recomputed")
         try:
-            return judge_proof(self.measurer.call(f"{WORKER}:proven_step", {"choices": self.choices}))
+            return judge_sentinels(self.measurer.call(f"{WORKER}:proven_step", {"choices": self.choices}))
         except (DeviceOutOfMemory, RerunMismatch) as error:
             return _failed("sentinels", error)
 
@@ -309,14 +309,14 @@ def _failed(name: str, error: AutockptError) -> Check:
     return _check(name, False, f"{'out of memory: ' * isinstance(error, DeviceOutOfMemory)}{error.message}")
 
 
-def judge_proof(proof: Proof) -> Check:
+def judge_sentinels(sentinels: DivergenceCheck) -> Check:
     """What sentinels have compared in the step; what differs has ended it."""
-    unchecked = {why for unit in proof.units.values() for why in unit.unchecked} | set(proof.unwatched.values())
+    unchecked = {why for unit in sentinels.units.values() for why in unit.unchecked}
     besides = f"; not checked: {', '.join(sorted(unchecked))}" if unchecked else ""
-    if not proof.checks:
+    if not sentinels.checks:
         return _check("sentinels", None, f"nothing runs again or comes back from elsewhere{besides}")
-    units = sum(1 for unit in proof.units.values() if unit.checks)
-    detail = f"{proof.tensors} saved tensors of {units}/{len(proof.units)} units matched the forward pass"
+    units = sum(1 for unit in sentinels.units.values() if unit.checks)
+    detail = f"{sentinels.tensors} saved tensors of {units}/{len(sentinels.units)} units matched the forward pass"
     return _check("sentinels", True, f"{detail}{besides}")
 
 

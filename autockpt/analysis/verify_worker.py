@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autockpt.measuring import StepRunner
 from autockpt.measuring.snapshot import Snapshot
-from autockpt.runtime import Proof, attach
+from autockpt.runtime import DivergenceCheck, attach
 from autockpt.verification import Observation, coarsest, deterministically, kept_state, observe
 from autockpt.workload import Step, discover_head
 from autockpt.workload.step import DTYPES
@@ -51,7 +51,7 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> Observation:
         return deterministically(observed) if payload["deterministic"] else observed()
 
 
-def proven_step(runner: StepRunner, payload: dict[str, Any]) -> Proof:
+def proven_step(runner: StepRunner, payload: dict[str, Any]) -> DivergenceCheck:
     """What sentinels over all that is recomputed or offloaded have checked in one step under ``payload["choices"]``."""
     workload, choices = runner.workload, payload["choices"]
     with (
@@ -61,7 +61,7 @@ def proven_step(runner: StepRunner, payload: dict[str, Any]) -> Proof:
         runner.seed()
         with _restored(workload):
             workload.full_step() if workload.full_step is not None else workload.forward_backward()
-    return session.proof()
+    return session.sentinels
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Comparisons run on the tensors' device and draw no random numbers. They hold 64 
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections import Counter
@@ -37,9 +38,11 @@ from autockpt.checkpointing.fingerprint import (
     tolerance_of,
     why_not,
 )
-from autockpt.errors import RerunMismatch
+from autockpt.errors import RerunMismatch, UsageError
 
+VARIABLE = "AUTOCKPT_SENTINELS"
 Mode = Literal["off", "sample", "all"]
+MODES: tuple[Mode, ...] = ("off", "sample", "all")
 FIRST_CALLS, LONGEST = 2, 511
 """Checked are the first calls of each kind, and later ones at growing distances, at last after so many others: what
 begins late is found within 512 calls."""
@@ -82,7 +85,12 @@ class UnitProof:
 
 
 class DivergenceCheck:
-    """The checks of one session, and its steps: forward passes of the whole model. Copied and pickled with it.
+    """The checks (sentinels) of one session, and what they have found so far; ``print`` shows it. Copied and pickled
+    with the session.
+
+    ``steps`` are forward passes of the whole model with gradients enabled; with gradient accumulation an optimizer step
+    has several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one of 512; with
+    ``all`` every call.
 
     ``is_measured``: its steps are measured as ones in the middle of training. One call of each kind is checked for what
     it changes, and nothing is compared.
@@ -90,7 +98,7 @@ class DivergenceCheck:
 
     def __init__(self, mode: Mode = "off") -> None:
         self.mode: Mode = mode
-        self.step = 0
+        self.steps = 0
         self.is_measured = False
         self.units: dict[str, UnitProof] = {}
         self._warned = False
@@ -100,6 +108,32 @@ class DivergenceCheck:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "open": [], "_pending": {}}
 
+    @property
+    def checks(self) -> int:
+        """Calls proven right, of all units."""
+        return sum(unit.checks for unit in self.units.values())
+
+    @property
+    def tensors(self) -> int:
+        """Tensors compared, of all units."""
+        return sum(unit.tensors for unit in self.units.values())
+
+    def __str__(self) -> str:
+        if self.mode == "off":
+            return f"sentinels are off ({VARIABLE}, sentinels= of apply)"
+        proven = sum(1 for unit in self.units.values() if unit.checks)
+        some = f"{FIRST_CALLS} first calls, then ever fewer, at least one in {LONGEST + 1}"
+        often = "every call" if self.mode == "all" else some
+        lines = [
+            f"sentinels ({often}): in {self.steps} forward passes {self.tensors} tensors in {self.checks} calls of "
+            f"{proven} of {len(self.units)} units were what forward had computed"
+        ]
+        for name, unit in self.units.items():
+            lines += [f"  {name}: {times} × not checked: {why}" for why, times in unit.unchecked.items()]
+            if not unit.checks:
+                lines.append(f"  {name}: not checked yet (no backward went through it, or it is compiled)")
+        return "\n".join(lines)
+
     def unit(self, name: str) -> UnitCheck:
         """The check of one more attachment."""
         return UnitCheck(self, name, self.units.setdefault(name, UnitProof()) if self.mode != "off" else UnitProof())
@@ -108,7 +142,7 @@ class DivergenceCheck:
         """A forward of the whole model begins."""
         if torch.compiler.is_dynamo_compiling():
             return
-        self.step += 1
+        self.steps += 1
         if _graph_task() == -1:
             self._pending.clear()  # left by a backward that failed
 
@@ -165,6 +199,15 @@ class DivergenceCheck:
             )
 
 
+def sentinels_of(mode: str | None) -> DivergenceCheck:
+    """The check of one session: of ``mode``, else of ``AUTOCKPT_SENTINELS``, else ``sample``. Raises UsageError."""
+    source = "sentinels" if mode is not None else VARIABLE
+    asked = mode if mode is not None else os.environ.get(VARIABLE, "").strip() or "sample"
+    if asked in MODES:
+        return DivergenceCheck(asked)
+    raise UsageError(f"{source} is {asked!r}", remedy=f"Set {source} to {', '.join(MODES[:-1])} or {MODES[-1]}.")
+
+
 class UnitCheck:
     """The check of one attachment to a unit."""
 
@@ -209,7 +252,7 @@ class CheckedCall:
 
     def __init__(self, unit: UnitCheck) -> None:
         self.unit, self.check = unit, unit.check
-        self.step = unit.check.step or unit.calls
+        self.step = unit.check.steps or unit.calls
         self._entries: list[weakref.ref[CheckedTensor]] = []  # what autograd holds owns them
         self._compared: list[Compared] = []
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints

@@ -8,7 +8,6 @@ module-level function does both, because module and state are ordinary arguments
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -29,7 +28,6 @@ from autockpt.checkpointing.divergence import DivergenceCheck, UnitCheck
 from autockpt.checkpointing.replay_context import current_transform
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies.check_report import Proof
 from autockpt.policies.compiling import run_as_it_is
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import fold, strip_prefixes
@@ -359,13 +357,6 @@ class Session:
         folded = fold(self.attached)
         width = max(map(len, folded), default=0)
         return (f"{indent}{name:<{width}}  {words}" for name, words in folded.items())
-
-    def proof(self) -> Proof:
-        """What sentinels have checked so far."""
-        check, units = self.sentinels, copy.deepcopy(self.sentinels.units)
-        idle = (unit for unit in self.order if unit.choice.kind != "save" and unit.name not in units)
-        unwatched = {unit.name: f"no sentinel knows {unit.choice.kind}" for unit in idle}
-        return Proof(check.mode, check.step, units, unwatched)
 
     def in_mid_training(self) -> None:
         """Measure steps as those after many, which take less time. To be called before the first forward.

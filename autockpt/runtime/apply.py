@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from autockpt.checkpointing.divergence import Mode
+from autockpt.checkpointing.divergence import DivergenceCheck, Mode
 from autockpt.errors import PlanError, UsageError
 from autockpt.policies.base import device_of
-from autockpt.policies.check_report import Proof
 from autockpt.runtime.adaptive import Adaptive, Move, leaner_choices, metered
 from autockpt.runtime.choice_sets import BatchSets, attach_sets
 from autockpt.runtime.session import Session, attach, compiled_as
@@ -176,9 +175,9 @@ class Handle:
         return self._session.attached
 
     @property
-    def sentinels(self) -> Proof:
+    def sentinels(self) -> DivergenceCheck:
         """What has been checked so far: units, steps, tensors, and what could not be."""
-        return self._session.proof()
+        return self._session.sentinels
 
     @property
     def moves(self) -> tuple[Move, ...]:

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from autockpt.checkpointing.divergence import DivergenceCheck
+from autockpt.checkpointing.divergence import DivergenceCheck, sentinels_of
 from autockpt.checkpointing.divergence import Mode as SentinelMode
 from autockpt.checkpointing.replay_context import one_at_a_time
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError
 from autockpt.policies.base import ForwardListener
-from autockpt.policies.check_report import sentinels_of
 from autockpt.policies.compiling import eagerly
 from autockpt.policies.offload import MOVING
 from autockpt.runtime.adaptive import Adaptive

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autockpt.checkpointing.divergence import DivergenceCheck, Mode
+from autockpt.checkpointing.divergence import DivergenceCheck, Mode, sentinels_of
 from autockpt.checkpointing.kv_cache import DROPPED, holds_cache, parameter_names
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
@@ -25,7 +25,6 @@ from autockpt.policies.base import (
     call_inner,
     is_library,
 )
-from autockpt.policies.check_report import sentinels_of
 from autockpt.policies.conflicts import refuse_lazy, refuse_native, refuse_wrappers, with_switches
 from autockpt.policies.gathered import keep_gathered
 from autockpt.schema.choices import Choice

@@ -55,7 +55,7 @@ def test_what_is_right_is_proven(schedule, kind):
     with _attached(model, kind) as session:
         for seed in range(2):
             model(batch(seed)).backward()
-    for unit in session.proof().units.values():
+    for unit in session.sentinels.units.values():
         assert unit.checks == 2 and unit.tensors >= 6
 
 
@@ -67,7 +67,7 @@ def test_a_stream_that_backward_does_not_wait_for(schedule, kind):
     with _attached(model, kind) as session:
         for seed in range(2):
             model(batch(seed)).backward()
-    assert session.proof().units["blocks.3"].checks == 2
+    assert session.sentinels.units["blocks.3"].checks == 2
 
 
 @pytest.mark.parametrize("kind", ("recompute", "remake"))
