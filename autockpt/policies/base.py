@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType, MethodType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -375,7 +375,7 @@ class Session:
             if forward.state.active:  # else another plan may be on the module by now
                 take_off(module, forward)
 
-    def put_back(self) -> Session:
+    def put_back(self) -> Self:
         """Attach again what was removed, the very same objects: a compiler finds the code that it made for them.
 
         In a ``with`` it is removed again at the end. Raises ConflictError where something else is attached now.
@@ -388,7 +388,7 @@ class Session:
             raise
         return self
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:

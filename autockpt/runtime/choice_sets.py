@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -264,16 +264,16 @@ def attach_sets(
 
     ``leaner`` ones are for whatever ``adaptive`` decides. All of them together claim no more than ``host_budget``.
     """
-    made = BatchSets(OffloadTransports(host_budget), sentinels_of(sentinels), [bound for bound, _ in sets])
-    try:
+    with ExitStack() as undo:
+        bounds = [bound for bound, _ in sets]
+        made = undo.enter_context(BatchSets(OffloadTransports(host_budget), sentinels_of(sentinels), bounds))
         for choices in (*(choices for _, choices in sets), *leaner):
-            made.sessions.append(attach_units(model, choices, made.transports, made.sentinels))
+            made.sessions.append(Session((), made.transports, made.sentinels))
+            attach_units(model, choices, made.sessions[-1])
             made.sessions[-1].remove()
         refuse_compiled(model, made.sessions)
         made.order = [unit for session in made.sessions for unit in session.order]
         look_after(model, made).sets = made
         made.sessions[made.acting].put_back()
-    except BaseException:
-        made.remove()
-        raise
+        undo.pop_all()  # no error came, so it stays
     return made

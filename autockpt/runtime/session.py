@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from autockpt.checkpointing.divergence import DivergenceCheck, Mode, sentinels_of
+from autockpt.checkpointing.divergence import Mode, sentinels_of
 from autockpt.checkpointing.kv_cache import DROPPED, holds_cache, parameter_names
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
@@ -59,41 +59,33 @@ def attach(
     then as it was.
     """
     transports = OffloadTransports(host_budget) if transport is None else transport
-    session = attach_units(model, choices, transports, sentinels_of(sentinels))
-    try:
+    with ExitStack() as undo:
+        session = undo.enter_context(Session((), transports, sentinels_of(sentinels)))
+        attach_units(model, choices, session)
         if session.placed:
             look_after(model, session)
-    except BaseException:
-        session.remove()
-        raise
+        undo.pop_all()  # no error came, so it stays
     return session
 
 
-def attach_units(
-    model: nn.Module, choices: Mapping[str, Choice], transports: Transports, sentinels: DivergenceCheck
-) -> Session:
-    """Attach choices to units as ``attach`` does; whoever calls this looks after the model as a whole."""
+def attach_units(model: nn.Module, choices: Mapping[str, Choice], session: Session) -> None:
+    """Attach choices to units as ``attach`` does; whoever calls this looks after the model as a whole, and removes what
+    was attached where an error comes."""
     check_nesting(choices)
     modules = modules_of(model, list(choices))
-    units = [
+    session.order = units = [
         PlannedUnit(name, inner := unwrap(module), choice, row_wise(inner))
         for (name, choice), module in zip(choices.items(), modules, strict=True)
     ]
     _check_free(model, units)
-    session = Session(units, transports, sentinels)
-    try:
-        kinds = list(POLICIES)
-        for unit in sorted(units, key=lambda unit: kinds.index(unit.choice.kind)):
-            POLICIES[unit.choice.kind](unit, session)
-        for unit in units:
-            if unit.choice.gathered:
-                keep_gathered(unit, session)
-        if sentinels.mode != "off":  # which counts forwards under sets that save everything, too
-            session.listeners.append(sentinels)
-    except BaseException:
-        session.remove()
-        raise
-    return session
+    kinds = list(POLICIES)
+    for unit in sorted(units, key=lambda unit: kinds.index(unit.choice.kind)):
+        POLICIES[unit.choice.kind](unit, session)
+    for unit in units:
+        if unit.choice.gathered:
+            keep_gathered(unit, session)
+    if session.sentinels.mode != "off":  # which counts forwards under sets that save everything, too
+        session.listeners.append(session.sentinels)
 
 
 def without_kv_cache(model: nn.Module) -> Session:
@@ -103,8 +95,7 @@ def without_kv_cache(model: nn.Module) -> Session:
     """
     session = Session((), OffloadTransports())
     blocks = modules_of(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
-    for owner in cache_owners(model, blocks):
-        session.place(owner, run_without_cache, CacheState(owner))
+    switch_cache_off(model, blocks, session)
     return session
 
 
@@ -128,8 +119,7 @@ def _check_free(model: nn.Module, units: Sequence[PlannedUnit]) -> None:
 
 def look_after(model: nn.Module, session: Session) -> GuardState:
     """Attach, around units with choices, what looks after the model as a whole."""
-    for owner in cache_owners(model, [unit.module for unit in session.order if unit.choice.kind != "save"]):
-        session.place(owner, run_without_cache, CacheState(owner))
+    switch_cache_off(model, [unit.module for unit in session.order if unit.choice.kind != "save"], session)
     root = unwrap(model)
     state = session.guard = GuardState(root, session.listeners)
     session.place(root, run_guarded, state)
@@ -141,6 +131,7 @@ class GuardState(Attachment):
 
     ``planned`` are the largest batch size and sequence length that the plan's promise covers, where known (or None).
     ``sets`` are the several sets of choices of which one acts in each forward (``choice_sets.BatchSets``).
+    ``switches`` are the modules with a switch of their own for activation checkpointing.
     """
 
     def __init__(self, root: nn.Module, listeners: list[Any]) -> None:
@@ -148,20 +139,14 @@ class GuardState(Attachment):
         self.listeners = listeners
         self.planned: tuple[int | None, ...] = ()
         self.sets: Any = None
-        self._cache_switches: list[tuple[str, nn.Module]] | None = with_switches(root)
-
-    def switches(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Modules with a switch of their own for activation checkpointing. A copy of the model looks for its own."""
-        if self._cache_switches is None:
-            self._cache_switches = with_switches(root)
-        return self._cache_switches
+        self.switches = with_switches(root)
 
 
 def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: Any) -> Any:
     """The whole model's forward. Raises ConflictError where a trainer switched on checkpointing of its own since."""
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
-    for path, inner in state.switches(module):
+    for path, inner in state.switches:
         refuse_native(inner, path)
     if state.planned:
         _warn_of_larger_batch(state, args, kwargs)
@@ -269,16 +254,19 @@ def _say_dropped(output: Any) -> None:
     """Past the output's own ``__setattr__``, which would move what comes behind it in the tuple."""
     name = _RENAMED if _RENAMED in getattr(output, "__dataclass_fields__", ()) else "past_key_values"
     if getattr(output, name, output) is None:
-        with contextlib.suppress(AttributeError):  # a class without room for it
+        with suppress(AttributeError):  # a class without room for it
             object.__setattr__(output, name, DROPPED)
 
 
-def cache_owners(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules around attached units whose forward takes a library's ``use_cache``, whichever of them is called;
-    units themselves do not count. What classes of somebody's own mean by that name is theirs to know."""
+def switch_cache_off(model: nn.Module, units: Iterable[nn.Module], session: Session) -> None:
+    """Attach ``run_without_cache`` to the modules around units whose forward takes a library's ``use_cache``, whichever
+    of them is called; units themselves do not count. What classes of somebody's own mean by that name is theirs to
+    know."""
     attached = {id(unit) for unit in units}
-    takers = (m for m in model.modules() if id(m) not in attached and _takes_use_cache(type(m)))
-    return [taker for taker in takers if any(id(inner) in attached for inner in taker.modules())]
+    for module in model.modules():
+        takes = id(module) not in attached and _takes_use_cache(type(module))
+        if takes and any(id(inner) in attached for inner in module.modules()):
+            session.place(module, run_without_cache, CacheState(module))
 
 
 def _takes_use_cache(cls: type[nn.Module]) -> bool:
