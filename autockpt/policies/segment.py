@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,21 +18,14 @@ from autockpt.schema.choices import Segment
 
 
 def attach_segment(unit: PlannedUnit, session: Session) -> None:
+    assert isinstance(unit.choice, Segment)
     refuse_modules(unit.module, unit.name)
-    members = next(members for members in _segments(session.order) if unit in members)
-    if unit is members[0]:
+    before = reversed(session.order[: session.order.index(unit)])
+    neighbours = itertools.takewhile(lambda other: other.choice == unit.choice, before)
+    if sum(1 for _ in neighbours) % unit.choice.size == 0:  # else it belongs to the segment that was begun last
         session.listeners.append(SegmentCalls())
-    calls: Any = session.listeners[-1]  # units are attached in order: those of the segment that was begun last
+    calls: Any = session.listeners[-1]
     session.place(unit.module, run_in_segment, RecomputeState(unit.name, functools.partial(SegmentFrame, calls)))
-
-
-def _segments(order: Sequence[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
-    """Neighbours with the same segment choice, in parts of its size."""
-    for choice, run in itertools.groupby(order, key=lambda unit: unit.choice):
-        if isinstance(choice, Segment):
-            members = list(run)
-            for start in range(0, len(members), choice.size):
-                yield members[start : start + choice.size]
 
 
 # Not even the unit's inside is compiled: what runs again must be what ran, and backward is outside of every graph.
