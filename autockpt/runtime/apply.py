@@ -133,7 +133,7 @@ def _doubts(plan: Plan, model: nn.Module) -> list[str]:
     if compiled not in (None, plan.compile):
         doubts.append(f"the model is compiled ({compiled}), planned {plan.compile or 'uncompiled'}")
     if plan.environment is not None:
-        here = next((p.device.type for p in model.parameters()), "cpu")
+        here = device_of(model).type
         if here not in ("meta", plan.environment.device.kind):
             doubts.append(f"the model is on {here}, planned for {plan.environment.device.kind}")
     return doubts
@@ -149,8 +149,7 @@ def _limit(adaptive: bool | str, plan: Plan) -> int | None:
     if not isinstance(adaptive, str):
         return plan.budget.whole if plan.budget is not None else None
     budget = parse_budget(adaptive)
-    if budget.kind not in ("bytes", "auto"):
-        raise UsageError(f"adaptive={adaptive!r} is no size", remedy='Write it as "24GB", or True.')
+    budget.refuse_share("is not known while training")
     return budget.size
 
 
@@ -165,14 +164,10 @@ class Handle:
     def __init__(self, plan: Plan, choices: Mapping[str, Choice], session: Session, notes: Sequence[str]) -> None:
         self.plan = plan
         self.choices = dict(choices)
+        self.attached = session.attached
         self.notes = tuple(notes)
         self._session = session
         self._removed = False
-
-    @property
-    def attached(self) -> dict[str, str]:
-        """What is done with each unit's activations, in words."""
-        return self._session.attached
 
     @property
     def sentinels(self) -> DivergenceCheck:
