@@ -138,7 +138,7 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
         warn_of_whole(state.unit)
         return call_inner(module, state, args, kwargs)
     _refuse_parts(module, state.unit, running=True)
-    if not _suits(module, args, kwargs):
+    if not goes_row_by_row(module, args, kwargs):
         state.warn("because dropout, hooks, a TorchFunctionMode or the arguments of the head do not go chunk by chunk")
         return call_inner(module, state, args, kwargs)
     hidden: Tensor = args[0]
@@ -180,18 +180,12 @@ def _refuse_parts(module: nn.Module, name: str, *, running: bool = False) -> Non
     )
 
 
-def _suits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether chunks of the rows give what the whole call gives: dropout would draw other numbers, hooks run for every
-    chunk or ask for the gradient of the logits, and a mode of the user's may count calls."""
-    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or isinstance(args[0], LazyLogits):
+def goes_row_by_row(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether calls for some of the rows give what this call gives: dropout would draw other numbers, hooks run for
+    every part or ask for the gradient of the whole output, and a mode of the user's may count calls."""
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if not isinstance(x, Tensor) or isinstance(x, LazyLogits) or x.dim() < 2 or not x.numel():
         return False
-    if args[0].dim() < 2 or not args[0].numel():
-        return False
-    return goes_row_by_row(module)
-
-
-def goes_row_by_row(module: nn.Module) -> bool:
-    """Whether a module may be called for some rows at a time: see ``_suits``."""
     return all(is_library(type(mode)) for mode in _get_current_function_mode_stack()) and not any(
         drops_out(inner)
         or inner._backward_hooks

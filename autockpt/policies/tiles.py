@@ -56,12 +56,11 @@ def run_tiled(module: nn.Module, state: TileState, /, *args: Any, **kwargs: Any)
 
     Raises ConflictError where rows depend on one another, or random numbers are drawn.
     """
-    x: Any = args[0] if len(args) == 1 and not kwargs else None
-    tiled = isinstance(x, Tensor) and x.dim() > 1 and x.shape[:-1].numel() > 1 and is_enabled(state)
-    if not tiled or torch.compiler.is_compiling() or not goes_row_by_row(module):
+    if not is_enabled(state) or torch.compiler.is_compiling() or not goes_row_by_row(module, args, kwargs):
         return call_inner(module, state, args, kwargs)
+    x: Tensor = args[0]
     trained = [p for p in module.parameters() if p.requires_grad]
-    if not (x.requires_grad or trained):
+    if x.shape[:-1].numel() == 1 or not (x.requires_grad or trained):
         return call_inner(module, state, args, kwargs)
     casts = AutocastState([x.device.type])
     if not state.proven:
