@@ -219,23 +219,18 @@ def _save_reads_of_what_changes(graph: GraphModule) -> None:
 def _changed_inputs(graph: GraphModule) -> list[Node]:
     """Inputs that are written to: by an op within the graph, or, by what its outputs are for, after it has run."""
     inputs = {node: node.meta.get("desc") for node in graph.graph.nodes if node.op == "placeholder"}
-    changed = {node.args[at] for node in graph.graph.nodes for at in _written(node)}
+    ops = [node for node in graph.graph.nodes if isinstance(node.target, Overload)]
+    changed = {op.args[at] for op in ops for at, _ in written_by(op.target) if at < len(op.args)}
     after = [getattr(d, "mutated_input", None) for d in graph.graph.output_node().meta.get("desc") or ()]
     return [node for node, desc in inputs.items() if node in changed or (desc is not None and desc in after)]
 
 
-def _written(node: Node) -> list[int]:
-    """Positions of the arguments that an op changes in place."""
-    written = written_by(node.target) if isinstance(node.target, Overload) else ()
-    return [at for at, _ in written if at < len(node.args)]
-
-
 def _reads(inputs: list[Node]) -> Iterator[Node]:
-    """Forward's ops that read these, views of them taken for what they are views of."""
+    """Forward's ops that read these, views of them and writes to them taken for what they are views of."""
     found = list(inputs)
     for node in found:
         for user in node.users:
-            if user.op != "call_function" or any(_written(user)) or user in found:
+            if user.op != "call_function" or user in found:
                 continue
             if _is_view(user):
                 found.append(user)
