@@ -227,7 +227,7 @@ class UnitCheck:
             checked = self._schedule.next() is not None or new
         if not checked and self.check.mode != "all":
             return None
-        if is_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.proof.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
         call = CheckedCall(self)
@@ -378,8 +378,3 @@ def _in_words(dtype: torch.dtype, size: torch.Size, number: int) -> str:
     reader = f"{node.name()} reads" if node is not None else "is read"
     what = f"{str(dtype).removeprefix('torch.')} tensor {tuple(size)}"
     return f"the {what} that {reader} (number {number + 1} of those that forward saved)"
-
-
-def is_capturing() -> bool:
-    """Whether what runs goes into a CUDA graph, and will happen only when that is replayed."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -123,7 +123,10 @@ class KeptCall:
         sources: list[Source] = []
         for nth, tensor in enumerate(saved, self.begin):
             plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-            source = _plain_source(tensor, given, numbers) if plain else _same_object(tensor, given)
+            if plain:
+                source = _plain_source(tensor, given, numbers)
+            else:  # quantised weights and the like are saved as they are
+                source = next((Source(number) for number, value in enumerate(given) if value is tensor), None)
             if source is None:
                 if not plain:
                     return
@@ -455,11 +458,6 @@ def _plain_source(tensor: torch.Tensor, given: Sequence[Any], numbers: Mapping[A
     offset = int(tensor.storage_offset() - value.storage_offset())
     itself = not offset and strides == there and size == value.size()
     return Source(number, there, None, None if itself else (size, strides, offset))
-
-
-def _same_object(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
-    """The source of quantised weights and the like, which are saved as they are."""
-    return next((Source(n) for n, value in enumerate(given) if value is tensor), None)
 
 
 def _cast_source(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:

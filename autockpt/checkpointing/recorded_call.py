@@ -217,7 +217,7 @@ class RecordedCall:
     """One call of ``unit`` with these arguments. ``is_recorded``, or by a recipe."""
 
     __slots__ = (
-        *("_cells", "_inputs", "_known", "_left", "_lost", "_memo", "_observer", "_recipe", "_sources"),
+        *("_cells", "_inputs", "_known", "_left", "_memo", "_observer", "_recipe", "_sources"),
         *("_stream", "_tensors", "_unit", "_upcoming", "_weights", "is_recorded"),
     )
 
@@ -225,7 +225,6 @@ class RecordedCall:
         self._unit = unit
         self._known, self._tensors, self.is_recorded = known, _, _ = unit.next_call(args, kwargs)
         self._observer = unit.check.observer(new=known.recipe is None)
-        self._lost = False
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: dict[int, int] | None = None  # positions that wait for a value
         self._stream: Any = None  # that they were made on
@@ -265,7 +264,7 @@ class RecordedCall:
                 else:
                     output = forward(*args, **kwargs)
             self._known.followed += 1
-            if self._lost or next(self._upcoming) is not _BEYOND:
+            if next(self._upcoming) is not _BEYOND:
                 self._unit.lose(self._known)
         self._tensors, self._cells, self._sources = [], [], []
         if self._observer is not None:
@@ -312,7 +311,7 @@ class RecordedCall:
 
     def _lose(self) -> None:
         """The call does something else: keep all from here on."""
-        self._lost, self._upcoming = True, itertools.repeat(_KEPT)
+        self._upcoming = itertools.repeat(_KEPT)
 
     def _take(self, number: int, turn: int, tensors: Sequence[Any]) -> None:
         """A module inside is given, or returns, these tensors."""
