@@ -113,10 +113,9 @@ class KeptCall:
                 self.is_ambiguous |= place in numbers
                 numbers[memory] = numbers[place] = number
         leaves: tuple[Any, ...] = output if type(output) is tuple else (output,)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not tensors or any(type(leaf) is not torch.Tensor or leaf.layout is not torch.strided for leaf in tensors):
+        if not leaves or any(type(leaf) is not torch.Tensor or leaf.layout is not torch.strided for leaf in leaves):
             return
-        outputs = {_memory(leaf): leaf for leaf in tensors}
+        outputs = {_memory(leaf): leaf for leaf in leaves}
         if not numbers.keys().isdisjoint(outputs):
             return  # it returns what it was given, which may be written to later
         own: dict[int, tuple[torch.Tensor, int]] = {}
@@ -138,16 +137,15 @@ class KeptCall:
             return
         self.sources, self.saved, self.own = sources, own, list(own)
         self.outputs, self.is_tuple = _held(output) or (), type(output) is tuple
-        self.trains = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+        self.trains = [leaf.requires_grad for leaf in leaves]
 
     def look_at_memory(self) -> None:
         """Note what is in the outputs, to see whether they are written to without a new version."""
-        tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor) and why_not(leaf) is None]
-        self._prints = [(tensor, fingerprint(tensor)) for tensor in tensors]
+        self._prints = [(leaf, fingerprint(leaf)) for leaf, _ in self.outputs if why_not(leaf) is None]
 
     def settle(self, saved: int) -> None:
         """The unit's forward has ended, and saved so many tensors."""
-        changed = any(isinstance(leaf, torch.Tensor) and leaf._version != version for leaf, version in self.outputs)
+        changed = any(leaf._version != version for leaf, version in self.outputs)
         if not changed and any(not _equal(before, fingerprint(t)) for t, before in self._prints):
             self.scope.again.add(self.function)  # by ``.data``, NumPy, or a kernel of Triton's as Liger's rotary one
             changed = True
@@ -157,8 +155,7 @@ class KeptCall:
         self.is_needed = self.sources is not None and self.begin + len(self.sources) != saved
         if not isinstance(self.function, nn.Module):
             at = {(*layout_of(tensor), _memory(tensor)): number for number, (tensor, _) in self.saved.items()}
-            tensors = [leaf for leaf, _ in self.outputs if isinstance(leaf, torch.Tensor)]
-            found = [at[key] for leaf in tensors if (key := (*layout_of(leaf), _memory(leaf))) in at]
+            found = [at[key] for leaf, _ in self.outputs if (key := (*layout_of(leaf), _memory(leaf))) in at]
             self.leaves = [] if not self.is_needed else found if len(found) == len(self.outputs) else None
 
 
@@ -181,7 +178,7 @@ class Layout:
         self.kept_numbers = {number for call in calls for number in (*call.own, *(call.leaves or ()))}
 
 
-Output = Sequence[tuple[Any, int]]
+Output = Sequence[tuple[torch.Tensor, int]]
 """An output: aliases of its tensors without a graph, which share their version counters, with their versions."""
 
 
@@ -277,12 +274,7 @@ class KeepingFrame(CheckpointFrame):
             caught = self._caught
             place = len(caught)
             output = forward(*args, **kwargs)
-            if place >= len(layout.holds) or not layout.holds[place]:
-                held: Output | None = ()
-            elif type(output) is torch.Tensor:
-                held = ((output.detach(), output._version),)
-            else:
-                held = _held(output)
+            held = _held(output) if place < len(layout.holds) and layout.holds[place] else ()
             caught[place:] = ((function, held),)  # in the place of calls inside of this one
             return output
         self._is_inside = True
@@ -385,9 +377,8 @@ class KeepingFrame(CheckpointFrame):
         self._next = place + 1
         if call.sources is None or outputs is None:
             return None
-        for leaf, version in outputs:
-            if isinstance(leaf, torch.Tensor) and leaf._version != version:
-                return None
+        if any(leaf._version != version for leaf, version in outputs):
+            return None
         if call.function is not function or call.begin != self._filled:
             raise diverged(self.name, f"took another path when it ran again, {function} instead of {call.function}")
         with torch._C.DisableTorchFunction():
@@ -440,12 +431,12 @@ def frame_of(unit: str) -> KeepingFrame | None:
 
 
 def _held(output: Any) -> Output | None:
-    """None for what is neither a tensor nor a tuple."""
+    """None for what is neither a tensor nor a tuple of some."""
     if type(output) is torch.Tensor:
         return ((output.detach(), output._version),)
-    if type(output) is not tuple:
+    if type(output) is not tuple or any(type(leaf) is not torch.Tensor for leaf in output):
         return None
-    return [(leaf.detach(), leaf._version) if isinstance(leaf, torch.Tensor) else (leaf, 0) for leaf in output]
+    return [(leaf.detach(), leaf._version) for leaf in output]
 
 
 def _plain_source(tensor: torch.Tensor, given: Sequence[Any], numbers: Mapping[Any, int]) -> Source | None:
