@@ -205,18 +205,6 @@ def take_off(module: nn.Module, forward: AttachedForward) -> None:
         module.__dict__["forward"] = forward.state.inner
 
 
-def put_back(module: nn.Module, forward: AttachedForward) -> None:
-    """Undo ``take_off``. Raises ConflictError where the module's forward is another one now."""
-    if module.__dict__.get("forward") is not forward.state.inner:
-        raise ConflictError(
-            f"{forward.state.unit or 'the model'} has another forward than when the choice was attached first",
-            remedy="Attach the choices anew.",
-        )
-    forward.state.active = True
-    module.__dict__["forward"] = forward
-    forward.state.switch(True)
-
-
 def attached_to(module: nn.Module) -> AttachedForward | None:
     """The active attachment on a module, also where others wrapped its forward since."""
     forward = module.__dict__.get("forward")
@@ -380,12 +368,16 @@ class Session:
 
         In a ``with`` it is removed again at the end. Raises ConflictError where something else is attached now.
         """
-        try:
-            for module, forward in self.placed:
-                put_back(module, forward)
-        except ConflictError:
-            self.remove()
-            raise
+        for module, forward in self.placed:
+            if module.__dict__.get("forward") is not forward.state.inner:
+                self.remove()
+                raise ConflictError(
+                    f"{forward.state.unit or 'the model'} has another forward than when the choice was attached first",
+                    remedy="Attach the choices anew.",
+                )
+            forward.state.active = True
+            module.__dict__["forward"] = forward
+            forward.state.switch(True)
         return self
 
     def __enter__(self) -> Self:
