@@ -194,17 +194,12 @@ def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict
 class CacheState(Attachment):
     """The attachment that keeps a language model from building a KV cache in training steps.
 
-    ``places`` are those of arguments among the forward's parameters: asked once, as a compiler cannot.
+    ``names`` are those of the forward's parameters: asked once, as a compiler cannot.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__("")
-        self.places = {name: place for place, name in enumerate(parameter_names(type(module)))}
-
-    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the forward is given by this name; None where it is not."""
-        place = self.places.get(name, len(args))
-        return args[place] if place < len(args) else kwargs.get(name)
+        self.names = parameter_names(type(module))
 
 
 def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwargs: Any) -> Any:
@@ -216,31 +211,32 @@ def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwa
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)
     compiling = torch.compiler.is_compiling()
-    given = any([state.argument(name, args, kwargs) is not None for name in _CACHES])
+    given = {**dict(zip(state.names, args, strict=False)), **kwargs}
+    has_cache = any([given.get(name) is not None for name in _CACHES])
     if not compiling:
-        given = any([holds_cache(value) for value in (*args, *kwargs.values())]) or given
-    if given:
+        has_cache = any([holds_cache(value) for value in (*args, *kwargs.values())]) or has_cache
+    if has_cache:
         return call_inner(module, state, args, kwargs)
-    asked, place = state.argument("use_cache", args, kwargs), state.places["use_cache"]
-    if place < len(args):
+    if (place := state.names.index("use_cache")) < len(args):
         args = (*args[:place], False, *args[place + 1 :])
     else:
         kwargs = {**kwargs, "use_cache": False}
     if compiling:
         return call_inner(module, state, args, kwargs)
+    asked = given.get("use_cache")
     wanted = asked or (asked is None and getattr(getattr(module, "config", None), "use_cache", False))
     if wanted:
-        _refuse_packed(state, args, kwargs)
+        _refuse_packed(given)
     output = call_inner(module, state, args, kwargs)
     if wanted:
         _say_dropped(output)
     return output
 
 
-def _refuse_packed(state: CacheState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_packed(given: Mapping[str, Any]) -> None:
     """Raise ConflictError for packed sequences by their positions alone, which transformers keeps apart without a cache
     and not with one (``masking_utils.find_packed_sequence_indices``)."""
-    positions, mask = (state.argument(name, args, kwargs) for name in ("position_ids", "attention_mask"))
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
     if positions is None or positions.dim() != 2 or mask is not None or bool((positions.diff(dim=-1) == 1).all()):
         return
     raise ConflictError(
