@@ -33,7 +33,7 @@ from autockpt.schema.words import counted
 
 SHOWN = 5  # moves
 # Copies and pickles begin anew, and go by the batch alone: counters of a device cannot be told apart by model.
-_OF_THIS_PROCESS = ("adaptive", "_group", "_sharded", "_told", "_running", "_depth")
+_OF_THIS_PROCESS = ("adaptive", "_group", "_told", "_running", "_depth")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")
@@ -53,8 +53,8 @@ def batch_size(module: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]
     and a decoder the larger counts. Of packed sequences the longest is what an argument says that attention goes
     by (``max_length_q``), else the whole row.
     """
-    given = [kwargs[name] for name in _FIRST if isinstance(kwargs.get(name), Tensor)]
-    first = next((v for v in (*given, *args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 0), None)
+    values = (*map(kwargs.get, _FIRST), *args, *kwargs.values())
+    first = next((v for v in values if isinstance(v, Tensor) and v.dim() > 0), None)
     if first is None:
         return None
     size = _size_of(first)
@@ -98,8 +98,7 @@ class BatchSets(Session):
         self._said = False
 
     adaptive: Adaptive | None = None
-    _group: Any = None
-    _sharded: bool | None = None
+    _group: Any = None  # once a forward has begun: the ranks that go by one set, or False where each goes by its own
     _told = _running = False
     _depth = 0  # of recomputations inside one another
 
@@ -184,12 +183,10 @@ class BatchSets(Session):
         """
         if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
             return number
-        if self._sharded is None:
-            self._sharded = is_sharded(module)
-        if not self._sharded:
-            return number
         if self._group is None:
-            self._group = distributed.new_group(backend="gloo")
+            self._group = is_sharded(module) and distributed.new_group(backend="gloo")
+        if self._group is False:
+            return number
         wanted = torch.tensor(number)
         distributed.all_reduce(wanted, distributed.ReduceOp.MAX, group=self._group)
         return int(wanted)
