@@ -230,9 +230,11 @@ class LogitsSource:
     steps: tuple[Elementwise, ...]
     dtype: torch.dtype
     vocabulary: int
-    version: int
-    real: Tensor | None = None
-    seen: Tensor | None = None
+    real: Tensor | None = field(default=None, init=False)
+    seen: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.version = self.hidden._version
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -286,9 +288,7 @@ class LogitsSource:
     def derive(self, **changes: Any) -> LazyLogits:
         self.check()
         self.call.used = True
-        source = replace(self, **changes, seen=None)
-        source.version = source.hidden._version
-        return _stand_in(source)
+        return _stand_in(replace(self, **changes))
 
 
 class LazyLogits(Tensor):
@@ -342,7 +342,7 @@ _entered._torchdynamo_disable = True  # never a part of a graph, as torch.compil
 
 def lazy_logits(call: Rows, hidden: Tensor, like: Tensor) -> LazyLogits:
     """Logits of ``hidden`` (… × features) with the last size and type of ``like``."""
-    return _stand_in(LogitsSource(call, hidden, (), like.dtype, like.shape[-1], hidden._version))
+    return _stand_in(LogitsSource(call, hidden, (), like.dtype, like.shape[-1]))
 
 
 def _stand_in(source: LogitsSource) -> LazyLogits:
