@@ -62,6 +62,12 @@ class Attachment:
     def switch(self, on: bool) -> None:
         """The forward is this attachment's from now on, or no longer."""
 
+    def warn_once(self, text: str) -> None:
+        """Give a warning, unless this attachment has given one."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(text, stacklevel=5)
+
     def as_it_is_now(self, module: nn.Module) -> Any:
         """What calls of a recomputed unit have taught. Where its modules are others by now, that is forgotten."""
         unit = self._cache_unit
@@ -98,13 +104,10 @@ def is_enabled(state: Attachment) -> bool:
     hooks = hooks_in_force(False)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":  # not the reentrant one: that has no gradients
         return True
-    if not state.warned:
-        state.warned = True
-        warnings.warn(
-            f"{state.unit} runs inside of a torch.utils.checkpoint, which drops what it saves and runs it again in "
-            "backward: there its choice does nothing. Take the checkpoint away for the plan to act.",
-            stacklevel=4,
-        )
+    state.warn_once(
+        f"{state.unit} runs inside of a torch.utils.checkpoint, which drops what it saves and runs it again in "
+        "backward: there its choice does nothing. Take the checkpoint away for the plan to act."
+    )
     return False
 
 

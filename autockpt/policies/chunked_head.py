@@ -37,6 +37,12 @@ def attach_chunked_loss(unit: PlannedUnit, session: Session) -> None:
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
+_WHOLE = (
+    "{unit}: chunked_loss computes all logits at once, {why}: they take the memory that the choice was to save. "
+    "Results are right."
+)
+
+
 class HeadState(Attachment):
     """The attachment of an output head whose rows are taken in chunks: of ``size`` rows, or so many of them."""
 
@@ -48,22 +54,16 @@ class HeadState(Attachment):
 
     def warn(self, why: str) -> None:
         """Say once that the logits exist as a whole after all."""
-        if not self.warned:
-            self.warned = True
-            warn_of_whole(self.unit, why)
+        self.warn_once(_WHOLE.format(unit=self.unit, why=why))
 
 
-def warn_of_whole(unit: str, why: str = "because it is part of a graph of torch.compile") -> None:
-    """Say that the logits exist as a whole after all."""
-    warnings.warn(
-        f"{unit}: chunked_loss computes all logits at once, {why}: they take the memory that the choice was to save. "
-        "Results are right.",
-        stacklevel=3,
-    )
+def warn_of_graph(unit: str) -> None:
+    """Say that the logits exist as a whole after all, in a graph of the compiler's."""
+    warnings.warn(_WHOLE.format(unit=unit, why="because it is part of a graph of torch.compile"), stacklevel=3)
 
 
 # Run while the compiler traces: what torch.compiler.assume_constant_result does, which imports the compiler.
-warn_of_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
+warn_of_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class HeadCall(Rows):
@@ -135,7 +135,7 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
     if not is_enabled(state):
         return call_inner(module, state, args, kwargs)
     if torch.compiler.is_compiling():
-        warn_of_whole(state.unit)
+        warn_of_graph(state.unit)
         return call_inner(module, state, args, kwargs)
     _refuse_parts(module, state.unit, running=True)
     if not goes_row_by_row(module, args, kwargs):

@@ -8,7 +8,6 @@ afterwards. The fraction is part of what the compiler guards on, so layers with 
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -41,11 +40,9 @@ def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs:
     if state.active and torch.is_grad_enabled():
         if torch.compiler.is_dynamo_compiling():
             claim(state.fraction)  # not the unit: the compiler would guard on its name, and compile equal layers anew
-        elif not state.warned:
-            state.warned = True
-            warnings.warn(  # of all units in the same words, which Python shows once
+        else:
+            state.warn_once(  # of all units in the same words, which Python shows once
                 "layers with a choice compile_budget do not run compiled: they save everything. Compile them (for "
-                "layer in …: layer.compile()) or the whole model.",
-                stacklevel=3,
+                "layer in …: layer.compile()) or the whole model."
             )
     return call_inner(module, state, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -148,7 +147,7 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
         return call_inner(module, state, args, kwargs)
     for path, inner in state.switches:
         refuse_native(inner, path)
-    if state.planned:
+    if state.planned and not state.warned:
         _warn_of_larger_batch(state, args, kwargs)
     listeners = state.listeners if state.sets is None else state.sets.begin(module, args, kwargs)
 
@@ -182,12 +181,10 @@ def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict
     first = next((v for v in values if isinstance(v, torch.Tensor) and v.dim() > 0), None)
     pairs = [] if first is None else [(n, most) for n, most in zip(first.shape, state.planned, strict=False) if most]
     if any(n > most for n, most in pairs):
-        state.planned = ()
         here, planned = (" × ".join(map(str, sizes)) for sizes in zip(*pairs, strict=True))
-        warnings.warn(
+        state.warn_once(
             f"a batch of {here} is larger than the plan was made for ({planned}): its promise about memory no longer "
-            "holds. Search again with the larger shape.",
-            stacklevel=4,
+            "holds. Search again with the larger shape."
         )
 
 
