@@ -196,7 +196,7 @@ def call_inner(module: nn.Module, state: Attachment, args: tuple[Any, ...], kwar
     return inner_of(module, state)(*args, **kwargs)
 
 
-def take_off(module: nn.Module, forward: AttachedForward) -> None:
+def take_off(module: nn.Module, forward: AttachedForward | Unbound) -> None:
     """Undo ``Session.place``. Where another forward was put over it since, that one stays and ours becomes inert."""
     forward.state.active = False
     forward.state.switch(False)
@@ -208,13 +208,11 @@ def take_off(module: nn.Module, forward: AttachedForward) -> None:
         module.__dict__["forward"] = forward.state.inner
 
 
-def attached_to(module: nn.Module) -> AttachedForward | None:
+def attached_to(module: nn.Module) -> AttachedForward | Unbound | None:
     """The active attachment on a module, also where others wrapped its forward since."""
     forward = module.__dict__.get("forward")
     while forward is not None:
-        if isinstance(forward, Unbound):
-            forward = AttachedForward(forward.run, module, forward.state)
-        if isinstance(forward, AttachedForward):
+        if isinstance(forward, AttachedForward | Unbound):
             if forward.state.active:
                 return forward
             forward = forward.state.inner
