@@ -6,7 +6,6 @@ first puts back the set that it ran under, whichever acts by then; nothing else 
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -95,7 +94,6 @@ class BatchSets(Session):
         self.sessions, self.bounds = list[Session](), list(bounds)
         self.used = Counter[int]()
         self.acting = len(self.bounds) - 1
-        self._said = False
 
     adaptive: Adaptive | None = None
     _group: Any = None  # once a forward has begun: the ranks that go by one set, or False where each goes by its own
@@ -115,10 +113,9 @@ class BatchSets(Session):
                 for _, forward in session.placed:
                     forward.state.turn = partial(self._turn, number)
         size = batch_size(module, args, kwargs)
-        chosen, tokens = self._for(size), max(1, size.tokens) if size is not None else 1
+        tokens = 1 if size is None else max(1, size.tokens)
+        chosen, promised = self._for(size)
         if self.adaptive is not None:
-            bound = self.bounds[chosen]
-            promised = size is not None and bound is not None and bound.covers(*size)
             chosen = self.adaptive.choose(chosen, tokens, promised)
         chosen = self._agreed(module, chosen)
         if self.adaptive is not None:
@@ -151,22 +148,20 @@ class BatchSets(Session):
             if goes_back:
                 self._act(before)
 
-    def _for(self, size: BatchSize | None) -> int:
-        """The first set that is for batches of this size; the last, which needs the least memory, where none is."""
+    def _for(self, size: BatchSize | None) -> tuple[int, bool]:
+        """The first set that is for batches of this size, and whether a bound says so; the last, which needs
+        the least memory, where none is."""
         for number, bound in enumerate(self.bounds):
             if bound is None or (size is not None and bound.covers(*size)):
-                return number
-        if not self._said:
-            self._said = True
-            what = f"{size.tokens:,} tokens" if size is not None else "unknown size"
-            if size is not None and size.longest and self.bounds[-1] is not None and self.bounds[-1].longest:
-                what += f", sequences up to {size.longest:,}"
-            warnings.warn(
-                f"the plan has no choices for a batch of {what} (up to {self.bounds[-1]}): it takes the leanest, and "
-                "the plan's promise about memory does not hold for it. Search again with its length.",
-                stacklevel=6,
-            )
-        return len(self.bounds) - 1
+                return number, bound is not None
+        what = f"{size.tokens:,} tokens" if size is not None else "unknown size"
+        if size is not None and size.longest and self.bounds[-1] is not None and self.bounds[-1].longest:
+            what += f", sequences up to {size.longest:,}"
+        self.guard.warn_once(
+            f"the plan has no choices for a batch of {what} (up to {self.bounds[-1]}): it takes the leanest, and the "
+            "plan's promise about memory does not hold for it. Search again with its length."
+        )
+        return len(self.bounds) - 1, False
 
     def _act(self, number: int) -> None:
         guard = self.guard
