@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autockpt.checkpointing.arguments import Holder, save
 from autockpt.checkpointing.fingerprint import tolerance_of
 from autockpt.checkpointing.frame import identity
-from autockpt.checkpointing.replay_context import AutocastState, running_again
+from autockpt.checkpointing.replay_context import AutocastState, accelerators_of, running_again
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, is_enabled
@@ -83,10 +83,10 @@ def _of_forward(module: nn.Module, state: TileState, casts: AutocastState, part:
 
 def _refuse_mixing(module: nn.Module, state: TileState, casts: AutocastState, few: Tensor) -> None:
     """Raise ConflictError where every second of a few rows gives something else than among the others."""
-    place = [] if few.device.type == "cpu" else [(few.device.type, few.device.index or 0)]
-    before = TorchStates(place)
+    places = accelerators_of([few])
+    before = TorchStates(places)
     whole = _of_forward(module, state, casts, few)
-    drawn = any(not torch.equal(a, b) for a, b in zip(before.tensors, TorchStates(place).tensors, strict=True))
+    drawn = any(not torch.equal(a, b) for a, b in zip(before.tensors, TorchStates(places).tensors, strict=True))
     part = _of_forward(module, state, casts, _in_a_row(few)[..., 1::2, :])
     wanted = _in_a_row(whole)[..., 1::2, :]
     apart = (wanted.double() - part.double()).norm() / wanted.double().norm().clamp(min=1e-30)
@@ -121,21 +121,17 @@ class _Tiles(torch.autograd.Function):
         module, state, casts, held = ctx.call
         refuse_odd_backward(state, gradient)
         rows, now = _in_a_row(held.unpack().detach()), AutocastState([gradient.device.type])
-        wants_x = ctx.needs_input_grad[4]
-        of_x, sums = torch.empty_like(rows) if wants_x else None, [None] * len(ctx.trained)
-        parts, of_outputs = (tensor.chunk(state.tiles, -2) for tensor in (rows, _in_a_row(gradient)))
-        of_parts = [None] * len(parts) if of_x is None else of_x.chunk(state.tiles, -2)
+        of_x, sums = torch.empty_like(rows), [None] * len(ctx.trained)
+        parts, of_outputs, of_parts = (t.chunk(state.tiles, -2) for t in (rows, _in_a_row(gradient), of_x))
         with running_again(state.unit), casts.restored(remembers=True):
             for part, of_output, of_part in zip(parts, of_outputs, of_parts, strict=True):
                 with torch.inference_mode(False), torch.enable_grad():
-                    part = part.detach().requires_grad_(wants_x)
+                    part = part.detach().requires_grad_()
                     output = call_inner(module, state, (part,), {})
                 with now.restored(remembers=True):
-                    found = gradients_of(output, [part, *ctx.trained] if wants_x else ctx.trained, of_output)
-                if of_part is not None:
-                    of_part.copy_(found[0])
-                sums = [added(total, more) for total, more in zip(sums, found[wants_x:], strict=True)]
-                del output, part, found  # before the next tile's are made
+                    of_rows, *found = gradients_of(output, [part, *ctx.trained], of_output)
+                of_part.copy_(of_rows)
+                sums = list(map(added, sums, found))
+                del output, part, of_rows, found  # before the next tile's are made
         of_trained = (s if s is None else s.to(p.dtype) for s, p in zip(sums, ctx.trained, strict=True))
-        shape = (*gradient.shape[:-1], rows.shape[-1])
-        return None, None, None, None, None if of_x is None else of_x.view(shape), *of_trained
+        return None, None, None, None, of_x.view(*gradient.shape[:-1], -1), *of_trained
