@@ -309,9 +309,9 @@ class Session:
     the attachment that looks after that; None where nothing was attached.
     """
 
-    order: Sequence[PlannedUnit]
     transports: Transports
     sentinels: DivergenceCheck = field(default_factory=DivergenceCheck)
+    order: Sequence[PlannedUnit] = ()
     listeners: list[ForwardListener] = field(default_factory=list)
     placed: list[tuple[nn.Module, AttachedForward]] = field(default_factory=list)
     guard: Any = None

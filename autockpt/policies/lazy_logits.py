@@ -270,13 +270,12 @@ class LogitsSource:
             if self.seen is None:
                 self.seen = self.compute(self.hidden).detach()
             return self.seen
-        real = self.compute(self.hidden)
+        self.real = real = self.compute(self.hidden)
         self.call.warn(why)
         if self.call.exact and real.requires_grad:
             use, call = object(), self.call
             real.register_hook(lambda _: call.stepped_by(use))
         self.tell_watchers(real)
-        self.real = real
         return real
 
     def tell_watchers(self, result: Tensor) -> None:

@@ -90,7 +90,7 @@ class BatchSets(Session):
     """
 
     def __init__(self, transports: Transports, sentinels: DivergenceCheck, bounds: Sequence[When | None]) -> None:
-        super().__init__((), transports, sentinels)
+        super().__init__(transports, sentinels)
         self.sessions, self.bounds = list[Session](), list(bounds)
         self.used = Counter[int]()
         self.acting = len(self.bounds) - 1
@@ -260,7 +260,7 @@ def attach_sets(
         bounds = [bound for bound, _ in sets]
         made = undo.enter_context(BatchSets(OffloadTransports(host_budget), sentinels_of(sentinels), bounds))
         for choices in (*(choices for _, choices in sets), *leaner):
-            made.sessions.append(Session((), made.transports, made.sentinels))
+            made.sessions.append(Session(made.transports, made.sentinels))
             attach_units(model, choices, made.sessions[-1])
             made.sessions[-1].remove()
         refuse_compiled(model, made.sessions)

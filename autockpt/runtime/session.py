@@ -59,7 +59,7 @@ def attach(
     """
     transports = OffloadTransports(host_budget) if transport is None else transport
     with ExitStack() as undo:
-        session = undo.enter_context(Session((), transports, sentinels_of(sentinels)))
+        session = undo.enter_context(Session(transports, sentinels_of(sentinels)))
         attach_units(model, choices, session)
         if session.placed:
             look_after(model, session)
@@ -92,7 +92,7 @@ def without_kv_cache(model: nn.Module) -> Session:
 
     The KV cache changes the order of sums, so with it even plain training has other last bits.
     """
-    session = Session((), OffloadTransports())
+    session = Session(OffloadTransports())
     blocks = modules_of(model, [unit.name for unit in discover_units(model) if unit.role == "block"])
     switch_cache_off(model, blocks, session)
     return session
