@@ -232,12 +232,8 @@ def _reads(inputs: list[Node]) -> Iterator[Node]:
         for user in node.users:
             if user.op != "call_function" or user in found:
                 continue
-            if _is_view(user):
+            returns = user.target._schema.returns if isinstance(user.target, Overload) else ()
+            if any(each.alias_info is not None for each in returns):  # a view
                 found.append(user)
             elif "backward" not in user.meta.get("partitioner_tag", "") and "batch_norm" not in str(user.target):
                 yield user  # a batch norm in training changes its statistics and reads them for nothing else
-
-
-def _is_view(node: Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, Overload) and any(r.alias_info is not None for r in target._schema.returns)
