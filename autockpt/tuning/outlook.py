@@ -25,6 +25,7 @@ FEWEST = 2  # plans that are ghost-run
 SHARE = 0.05  # of the search's time that all of them may take
 HARDLY_SLOWER = 0.01  # of the step: plans up to that much slower are offered where they leave more room
 NOTABLE_ROOM = 0.03  # of the budget
+UNKNOWN = 0.05  # of the step: nobody can tell what a plan costs whose measured time is that uncertain
 KEPT = 64  # ghost runs on record, the latest
 
 
@@ -90,10 +91,10 @@ def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_
     known += [run.predicted for run in outlook.plans] if outlook is not None and simulated else []
     near = [score for score in known if score.step_seconds is not None and score.step_seconds <= most]
     lean = min(near, key=lambda score: score.peak_bytes)
-    room = best.score.peak_bytes - lean.peak_bytes
-    if room < NOTABLE_ROOM * budget_bytes or lean.step_seconds is None:
+    room, noise = best.score.peak_bytes - lean.peak_bytes, math.hypot(lean.noise, best.score.noise)
+    if room < NOTABLE_ROOM * budget_bytes or lean.step_seconds is None or noise > UNKNOWN:
         return ""
-    change, noise = lean.step_seconds / best.score.step_seconds - 1, math.hypot(lean.noise, best.score.noise)
+    change = lean.step_seconds / best.score.step_seconds - 1
     within = f" ± {words.share(noise)}" if noise else ""
     price = f"{words.share(change, signed=True)}{within} of the step time"
     if abs(change) <= noise:

@@ -79,10 +79,9 @@ NOTICED = {
     *("backward inside of forward", "optimizer's step inside of forward", "drawn from a Sobol sequence"),
     *("counter: enumeration's member", "counter: module imported in forward", "function mode around the forward"),
 }
-AROUND = (*("saved-tensor hooks switched off", "function mode around the forward", "dispatch mode around the forward"),)
-each_choice = pytest.mark.parametrize(
-    "choice", ["recompute", "selective", "remake", {"kind": "segment", "size": 2}], ids=str
-)
+AROUND = ("saved-tensor hooks switched off", "function mode around the forward", "dispatch mode around the forward")
+CHOICES = ["recompute", "selective", "remake", {"kind": "segment", "size": 2}]
+each_choice = pytest.mark.parametrize("choice", CHOICES, ids=str)
 
 
 @each_choice
