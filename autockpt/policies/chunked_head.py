@@ -12,7 +12,6 @@ cross-entropy kernels do, e.g. of flash-attention).
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,10 +163,9 @@ def refuse_others(unit: PlannedUnit) -> None:
 
 def _refuse_parts(module: nn.Module, name: str, *, running: bool = False) -> None:
     """Raise ConflictError where the weights are not whole outside of the head's own forward; ``running``: in it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
     parameters = list(module.parameters())
-    own = any(fsdp is not None and isinstance(inner, fsdp.FSDPModule) for inner in module.modules())
-    if own or any(hasattr(p, "ds_id") for p in parameters):
+    fsdp2 = any(hasattr(inner, "set_reshard_after_backward") for inner in module.modules())
+    if fsdp2 or any(hasattr(p, "ds_id") for p in parameters):
         why = "is sharded by itself"
     elif not parameters or (running and any(hasattr(p, "to_local") for p in parameters)):
         why = "does not hold whole weights"
