@@ -164,7 +164,7 @@ class BatchSets(Session):
         return len(self.bounds) - 1, False
 
     def _act(self, number: int) -> None:
-        if number != self.acting and self.guard.active:  # else the plan was taken off in between
+        if number != self.acting and self.guard.active:  # unless the plan was taken off in between
             self.sessions[self.acting].remove()
             self.acting = number
             self.sessions[number].put_back()
