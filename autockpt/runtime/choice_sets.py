@@ -74,13 +74,6 @@ def _size_of(tensor: Tensor) -> BatchSize:
     return BatchSize(tensor.shape[0] * length, length)
 
 
-_outside_graphs = partial(
-    eagerly,
-    reason="autockpt chooses among a plan's sets of choices by the batch at hand, which cannot be part of one graph. "
-    "Compile layers instead of the whole model, or without fullgraph=True.",
-)
-
-
 class BatchSets(Session):
     """The session of a model with several sets, each of which is one, and which of them acts.
 
@@ -103,7 +96,11 @@ class BatchSets(Session):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
-    @_outside_graphs
+    @partial(
+        eagerly,
+        reason="autockpt chooses among a plan's sets of choices by the batch at hand, which cannot be part of one "
+        "graph. Compile layers instead of the whole model, or without fullgraph=True.",
+    )
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
         """A forward of the whole model begins: choose its set, and return who is to be told about it."""
         if not self._told:
@@ -126,7 +123,6 @@ class BatchSets(Session):
             self._running = True
         return self.sessions[chosen].listeners
 
-    @_outside_graphs
     def end(self) -> None:
         """A forward has ended."""
         self._running = False
