@@ -1,7 +1,7 @@
 """Several sets of choices on one model: at each forward the batch that comes in says which one acts.
 
 Every set is a session of its own, attached once and then removed and put back as a whole. What runs again in backward
-first puts back the set that it ran under, whichever acts by then; nothing else of a backward asks which one does.
+puts back the set that it ran under, and afterwards the one that acted; nothing else of a backward asks which one does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autockpt.schema.words import counted
 
 SHOWN = 5  # moves
 # Copies and pickles begin anew, and go by the batch alone: counters of a device cannot be told apart by model.
-_OF_THIS_PROCESS = ("adaptive", "_group", "_told", "_running", "_depth")
+_OF_THIS_PROCESS = ("adaptive", "_group", "_told")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")
@@ -90,8 +90,7 @@ class BatchSets(Session):
 
     adaptive: Adaptive | None = None
     _group: Any = None  # once a forward has begun: the ranks that go by one set, or False where each goes by its own
-    _told = _running = False
-    _depth = 0  # of recomputations inside one another
+    _told = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
@@ -120,29 +119,18 @@ class BatchSets(Session):
         self.used[chosen] += 1
         with one_at_a_time("the model"):
             self._act(chosen)
-            self._running = True
         return self.sessions[chosen].listeners
-
-    def end(self) -> None:
-        """A forward has ended."""
-        self._running = False
 
     @contextmanager
     def _turn(self, number: int) -> Iterator[None]:
-        """Have a set act while something of it is recomputed, and until something else begins: neighbours follow.
-
-        Where that is in the middle of a forward, or of another recomputation, the rest of it goes on by the set that it
-        began with. One thread at a time recomputes (``one_at_a_time``).
-        """
-        before, goes_back = self.acting, self._running or self._depth > 0
+        """Have a set act while something of it is recomputed. What that is in the middle of, a forward or another
+        recomputation, goes on by the set that it began with. One thread at a time recomputes (``one_at_a_time``)."""
+        before = self.acting
         self._act(number)
-        self._depth += 1
         try:
             yield
         finally:
-            self._depth -= 1
-            if goes_back:
-                self._act(before)
+            self._act(before)
 
     def _for(self, size: BatchSize | None) -> tuple[int, bool]:
         """The first set that is for batches of this size, and whether a bound says so; the last, which needs

@@ -158,18 +158,16 @@ def run_guarded(module: nn.Module, state: GuardState, /, *args: Any, **kwargs: A
 
     if torch.compiler.is_dynamo_compiling():  # which goes on after no graph break inside of a `try`
         output = forward()
-        _end(state, listeners)
+        _end(listeners)
         return output
     try:
         return with_room(forward)  # however deep in the user's own calls this is
     finally:
-        _end(state, listeners)
+        _end(listeners)
 
 
-def _end(state: GuardState, listeners: Iterable[ForwardListener]) -> None:
+def _end(listeners: Iterable[ForwardListener]) -> None:
     """The model's forward has ended, well or not."""
-    if state.sets is not None:
-        state.sets.end()
     for listener in listeners:
         listener.end()
 
