@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,7 +17,7 @@ from autockpt.interpreter import patched
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, OpTimes, Prediction, plan_hash
 from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
-from autockpt.tracing.kernels.allocator import replay, requests
+from autockpt.tracing.kernels.allocator import Event, replay, requests
 from autockpt.tracing.kernels.cuda_memory import with_resident
 
 REMEMBERED_OPS = 100_000  # of the graphs that are kept: about 0.3 GB
@@ -113,7 +113,8 @@ class Predictor:
 
     def within_least_budget(self, choices: Mapping[str, Choice]) -> Prediction:
         """Predict the plan under the least budget that it fits, whatever this predictor is limited to."""
-        return self._prediction(choices, self.graph(choices), self.needs.smallest_budget)
+        needs = self.needs.within(None)
+        return self._prediction(choices, self.graph(choices), lambda graph: needs.least(graph, needs(graph)))
 
     def _prediction(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int]) -> Prediction:
         host_seconds = sum(map(self.op_times.host_seconds_of, choices.values()))
@@ -166,46 +167,48 @@ class MemoryModel:
     preallocated: tuple[int, ...] = ()
     budget_bytes: int | None = None
 
+    @property
+    def _limit(self) -> int:
+        return self.memory_bytes if self.budget_bytes is None else self.budget_bytes
+
     def __call__(self, graph: Graph) -> int:
         """Bytes for a ghost run; more than ``budget_bytes`` where it does not fit into these."""
-        return self._promises(graph)(self.memory_bytes if self.budget_bytes is None else self.budget_bytes)
-
-    def _promises(self, graph: Graph) -> Callable[[int], int]:
-        """Bytes for a ghost run as a function of the allocator's limit."""
-        if self.preallocated:
-            graph = with_resident(graph, "allocated before", [*self.preallocated], "other")
+        graph = self._with_preallocated(graph)
         if not self.caches:
-            return lambda budget_bytes: self.context_bytes + graph.peak_bytes
+            return self.context_bytes + graph.peak_bytes
         asked = [*requests(graph)]
-        free = replay(asked).reserved
-
-        def promised(budget_bytes: int) -> int:
-            reserved, room = free, max(0, int((budget_bytes - self.context_bytes) / (1 + self.safety)))
-            if free > room and not (limited := replay(asked, limit=room)).out_of_memory:
-                reserved = limited.reserved
-            return self.context_bytes + reserved + int(self.safety * reserved)
-
-        return promised
-
-    def _tensors(self, graph: Graph) -> int:
-        """Bytes that no allocator can free: context and tensors."""
-        return self.context_bytes + int(graph.peak_bytes * (1 + self.safety))
+        promised = self._promised(replay(asked).reserved)
+        return promised if promised <= self._limit else self._within(asked, self._limit) or promised
 
     def least(self, graph: Graph, promised: int) -> int:
-        """The part of ``promised`` bytes that cannot be freed, by which similar plans are judged."""
-        over = self.budget_bytes is None or promised > self.budget_bytes
-        return promised if over else min(promised, self._tensors(graph))
+        """The least limit of the allocator that a ghost run of ``promised`` bytes fits into, to about half a percent.
 
-    def smallest_budget(self, graph: Graph) -> int:
-        """The least limit of the allocator that the ghost run fits into, to about half a percent."""
-        promised = self._promises(graph)
-        high = promised(self.memory_bytes)
-        low = min(high, self._tensors(graph))
-        while high - low > high // 200:
+        More than ``budget_bytes`` where it does not fit into these. Unlike what an allocator reserves, this hardly
+        changes between similar plans.
+        """
+        graph = self._with_preallocated(graph)
+        tensors = self.context_bytes + int(graph.peak_bytes * (1 + self.safety))
+        low, high = min(promised, tensors if promised <= self._limit else self._limit), promised
+        asked = [*requests(graph)] if self.caches and high > low else []
+        while asked and high - low > high // 200:
             middle = (low + high) // 2
-            needed = promised(middle)
-            low, high = (low, needed) if needed <= middle else (middle, high)
+            needed = self._within(asked, middle)
+            low, high = (middle, high) if needed is None else (low, needed)
         return high
+
+    def _with_preallocated(self, graph: Graph) -> Graph:
+        if not self.preallocated:
+            return graph
+        return with_resident(graph, "allocated before", [*self.preallocated], "other")
+
+    def _promised(self, reserved: int) -> int:
+        return self.context_bytes + reserved + int(self.safety * reserved)
+
+    def _within(self, asked: Sequence[Event], limit: int) -> int | None:
+        """Bytes for the requests of a ghost run where the allocator is limited; None where they do not fit."""
+        room = max(0, int((limit - self.context_bytes) / (1 + self.safety)))
+        peak = replay(asked, limit=room)
+        return None if peak.out_of_memory else self._promised(peak.reserved)
 
     def within(self, budget_bytes: int | None) -> MemoryModel:
         """The same with the allocator limited to ``budget_bytes``."""

@@ -36,10 +36,10 @@ def test_cached_segments_are_given_back_before_a_budget_fails(graph: Graph) -> N
     budgets = range(free, graph.peak_bytes, -(8 << 20))
     least = min(budget for budget in budgets if simulated_memory(CARD, budget)(graph) <= budget)
     assert graph.peak_bytes + CARD.context_bytes < least <= free
-    tight = simulated_memory(CARD, least)
-    assert tight.least(graph, tight(graph)) <= tight(graph)
+    for needs in (simulated_memory(CARD), simulated_memory(CARD, least)):
+        assert 0.995 * least <= needs.least(graph, needs(graph)) <= 1.005 * least
     hopeless = simulated_memory(CARD, graph.peak_bytes)
-    assert hopeless(graph) > graph.peak_bytes and hopeless.least(graph, hopeless(graph)) == hopeless(graph)
+    assert graph.peak_bytes < hopeless.least(graph, hopeless(graph)) <= hopeless(graph)
 
 
 def test_a_local_accelerator_needs_segments_and_context(graph: Graph) -> None:
