@@ -8,7 +8,6 @@ allocator's memory is divided. So corrections are kept per choice of the head.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from autockpt.solvers.problem import Assignment, Point, Problem, host_of, peak_o
 
 UnitChoices = Mapping[str, Choice]
 Offsets = Mapping[Choice | None, Sequence[int]]  # bytes per point, by the output head's choice
-CAUTIOUS = 0.1  # share of a refused plan's error that corrects other plans, once some plan fits
-FASTER = 1e-6  # share of the step time; smaller gains are not worth a call
+FASTER = 0.002  # share of the step time; smaller gains are not worth a call, and no simulation is that exact
 ROUNDS_PER_CALL = 4  # solver runs per allowed call, most of them answered from memory
 FAR_OFF = 0.05  # share of the least peak seen: with larger errors the model may overlook every plan that fits
 
@@ -102,24 +100,13 @@ class _Refinement:
     largest_error: int = 0  # bytes by which the corrected model missed a peak
 
     def run(self) -> None:
-        """Solve; then solve with bytes that are exact at the best plan, until that finds no better one.
-
-        An allocator's fragmentation goes up and down from plan to plan: what one plan missed, another need not.
-        """
+        """Solve; where nothing fits, solve again around the plan that keeps least."""
         self._solve_until_settled()
         if self.best is None and self._plan_that_keeps_least_fits():
             self._solve_until_settled()
-        before = None
-        while (best := self.best) is not None and best is not before:
-            before = best
-            self.offsets[_head(self.problem, best)] = self._observed(best, self._checked(best))
-            self._solve_until_settled(CAUTIOUS)
 
-    def _solve_until_settled(self, share: float = 1.0) -> None:
-        """Solve under corrected bytes until the solver has nothing better to propose, or calls run out.
-
-        ``share``: of what bytes were off by for a plan that does not fit, as much corrects those of all others.
-        """
+    def _solve_until_settled(self) -> None:
+        """Solve under corrected bytes until the solver has nothing better to propose, or calls run out."""
         seen: set[tuple[Choice, ...]] = set()
         for _ in range(ROUNDS_PER_CALL * self.limit):
             proposal = solved(self._within_host(), self.offsets)
@@ -136,8 +123,7 @@ class _Refinement:
             seen.add(key)
             if not fits and proposal.feasible:
                 # the stronger of the two corrections puts every plan refused so far out of reach
-                known = self._offsets(proposal.choices)
-                observed = tuple(a + math.ceil(share * max(0, b - a)) for a, b in zip(known, observed, strict=True))
+                observed = tuple(map(max, self._offsets(proposal.choices), observed))
             self.offsets[_head(self.problem, proposal.choices)] = observed
             if not self._fits_host(checked):
                 # what the host's pools round up by, which the problem's own numbers do not know

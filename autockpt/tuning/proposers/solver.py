@@ -42,7 +42,7 @@ from autockpt.tuning.trials import (
 )
 
 MARGINS = (0.0, 0.02, 0.05)  # shares of the budget that are left free in the plans that are tried first
-HIDING_CALLS = 3  # ghost runs for the plan that hides copies, and for the one that does not, to compare them
+HIDING_CALLS = 3  # ghost runs for the plan that does not hide copies, to compare it with the one that does
 REFITS = (1, 3, 6)  # numbers of scored candidates after which the first points are tried again, with fitted costs
 SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
 SIMPLE_WORTH = 0.1  # of the step: simple plans that are predicted to be slower than their best by more are not tried
@@ -424,11 +424,11 @@ class SolverProposer(Proposer):
         """Whether the solver's plan with copies hidden fits and is the faster one in the simulated step."""
         first, other_first = (solved(self._problem_at(point), {}).choices for point in (hidden, plain))
         self.cost_model.predictor.ahead([first, other_first])
-        choices, fits = self._solved(hidden, HIDING_CALLS)
+        choices, fits = self._solved(hidden, self.target.scoring.checks)  # remembered for the plan to propose
         if not fits:
             return False
         seconds, other = self._predict(choices).step_seconds or 0.0, self._predict(other_first)
-        if other.peak_bytes > self._usable_bytes and seconds < (1 - AS_FAST) * (other.step_seconds or 0.0):
+        if other.peak_bytes > self._usable_bytes and seconds < (other.step_seconds or 0.0):
             return True  # what fits is hardly ever faster than what does not
         choices, fits = self._solved(plain, HIDING_CALLS)
         return not fits or seconds < (self._predict(choices).step_seconds or 0.0)
