@@ -112,9 +112,11 @@ class SolverProposer(Proposer):
         self.trials.expected = lambda: expected_seconds(self.unscaled_problem, self.trials.scored)
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
-        run, name, storage = self.trials.run, "search", None
+        run, name, storage = self.trials.run, "search", self.request.storage
         if run is not None:  # no other run has a study of this name in a storage that several share
-            name, storage = f"{run.path.name}-{run.id}", self.request.storage or run.storage
+            name = f"{run.path.name}-{run.id}"
+            if storage is None and self.target.scoring.measures:  # a simulation asks for few points
+                storage = run.storage
         sampler = sampler_for(self.request.seed + self.trials.resumed)
         knobs = knobs_for(self.request.space.choices, copies_hide=self.device.copy_queues)
         self.study = Study(sampler, knobs, name=name, storage=storage)
