@@ -10,7 +10,7 @@ from autockpt.cost import CostModel, forget_op_times
 from autockpt.cost.roofline import waits_for_host
 from autockpt.devices import host_notes
 from autockpt.schema import SAVE, PlanStatus, ResolvedBudget, Trial, Unit, format_bytes
-from autockpt.schema.baselines import ALL, OURS
+from autockpt.schema.baselines import OURS
 from autockpt.schema.plan import Comparison, Plan, Verdict
 from autockpt.schema.request import FinishedSearch, SearchOutcome
 from autockpt.schema.run_directory import RunDirectory
@@ -56,8 +56,6 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             run.write_plan(plan)
             if cost_model is not None:  # for the page and `explain`, as far as time allows
                 run.write_graph(cost_model.predictor.graph(best.choices), "plan")
-                if ALL in baselines and clock.seconds_left > 0:
-                    run.write_graph(cost_model.predictor.graph(baselines[ALL]), "recompute")
                 if not loop.interrupted and clock.seconds_left > 0:
                     run.write_outlook(look_around(cost_model, loop, run.outlook()))
         if loop.binding and (offer := trade(best, trials, run and run.outlook(), loop.budget.bytes)):

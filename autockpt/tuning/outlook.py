@@ -21,7 +21,7 @@ from autockpt.tuning.trials import HIDDEN_COPIES
 
 BUDGETS = 12  # between the leanest plan's and that of saving everything
 SOLVING = 0.3  # seconds that the solver may take for one of them
-FEWEST = 2  # plans that are ghost-run
+FEWEST = 1  # plans that are ghost-run
 SHARE = 0.05  # of the search's time that all of them may take
 HARDLY_SLOWER = 0.01  # of the step: plans up to that much slower are offered where they leave more room
 NOTABLE_ROOM = 0.03  # of the budget
@@ -54,8 +54,8 @@ def look_around(cost_model: CostModel, loop: Loop, known: Outlook | None, share:
 def plans_around(
     cost_model: CostModel, trials: Sequence[Trial], best: Trial, budget_bytes: int
 ) -> Iterator[dict[str, Choice]]:
-    """The fastest plan for each of a few budgets, the nearest to ``budget_bytes`` first, larger and smaller
-    alternating.
+    """The fastest plan for each of a few budgets, the nearest to ``budget_bytes`` first, smaller and larger
+    alternating. (What larger ones buy is shown by plans that did not fit this one, too.)
 
     Copies hide as in the ``best`` plan, and peaks are corrected by its error.
     """
@@ -72,7 +72,7 @@ def plans_around(
     budgets = [low + (high - low) * number // BUDGETS for number in range(BUDGETS + 1)]
     larger = [size for size in budgets if size > budget_bytes]
     smaller = [size for size in reversed(budgets) if size < budget_bytes]
-    for size in filter(None, chain.from_iterable(zip_longest(larger, smaller))):
+    for size in filter(None, chain.from_iterable(zip_longest(smaller, larger))):
         plan = exact(problem.model_copy(update={"budget_bytes": size - offset}), time_limit=SOLVING)
         if plan.feasible:
             yield cost_model.plan(plan.choices)

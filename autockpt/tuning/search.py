@@ -17,6 +17,7 @@ from autockpt.measuring.device_lock import device_lock
 from autockpt.measuring.environment import environment_without_context
 from autockpt.measuring.local import ranks_here, refuse_many_processes
 from autockpt.schema import Environment, Listener, SearchOutcome, SearchRequest, Silence
+from autockpt.schema.baselines import ALL
 from autockpt.schema.files import unwritable
 from autockpt.schema.run_directory import RunDirectory, short_name
 from autockpt.tuning.clock import Clock
@@ -110,6 +111,8 @@ def _search(
             if run is not None:
                 run.write_profile(cost_model.profile)
             proposer = SolverProposer(prepared.request, cost_model, target, trials, clock, seeds=prepared.seeds)
+            if run is not None and ALL in proposer.baselines:  # for the page and `explain`; it has just been ghost-run
+                run.write_graph(cost_model.predictor.graph(proposer.baselines[ALL]), "recompute")
         else:  # steps can only be measured
             assert isinstance(target, Compiled)
             layers = [unit.name for unit in blocks_of(prepared.traced.tracer)]
