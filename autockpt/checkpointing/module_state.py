@@ -52,8 +52,7 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, home: dict[str, Any], name: str) -> Entry:
         value = home.get(name, _ABSENT)
-        version = value._version if type(value) in _PLAIN_TENSORS and not value.is_inference() else 0
-        return cls(home, name, value, _content(value), version)
+        return cls(home, name, value, _content(value), _version(value))
 
     @property
     def marks_done(self) -> bool:
@@ -74,18 +73,21 @@ class Entry(NamedTuple):
 
     def mutated(self, now: Entry) -> bool:
         """Whether the object that is still there holds something else."""
-        if isinstance(self.content, torch.Tensor):
+        if isinstance(self.content, torch.Tensor) and isinstance(now.content, torch.Tensor):
             return self.content.shape != now.content.shape or not torch.equal(self.content, now.content)
-        if self.content is None:
+        if type(self.value) not in _CONTAINERS:
             return self.version != now.version
         if len(self.content) != len(now.content):
             return True
         before, after = (list(c.items() if isinstance(c, dict) else c) for c in (self.content, now.content))
         return any(not _same(a, b) for a, b in zip(before, after, strict=True))
 
-    def replaced(self) -> Entry:
-        """What is there now in its place, without a copy of it."""
-        return self._replace(value=self.home.get(self.name, _ABSENT), content=None)
+    @property
+    def is_lost(self) -> bool:
+        """Whether tensors were changed in place of which there is no copy: it, or some in a container."""
+        if type(self.value) in _CONTAINERS:
+            return _version(self.content) != self.version
+        return isinstance(self.value, torch.Tensor) and self.content is None and _version(self.value) != self.version
 
     def put(self) -> None:
         """Restore it."""
@@ -116,6 +118,13 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is tuple and type(b) is tuple:
         return len(a) == len(b) and all(map(_same, a, b))
     return a is b or (type(a) in _NUMBERS and type(a) is type(b) and a == b)
+
+
+def _version(value: Any) -> int:
+    """A tensor's, or the sum of those of the tensors in a container."""
+    if type(value) in _CONTAINERS:
+        return sum(map(_version, value.values() if isinstance(value, dict) else value))
+    return value._version if type(value) in _PLAIN_TENSORS and not value.is_inference() else 0
 
 
 def _content(value: Any) -> Any:
@@ -174,9 +183,9 @@ class ModuleState:
             now = after[key] if key in after else Entry(then.home, then.name, _ABSENT, None, 0)
             if then.assigned(now):
                 counts = then.counts_to(now)
+            elif then.is_lost:
+                raise self._refusal(then, "changes in place, of which no copy is kept")
             elif now.value is not _ABSENT and then.mutated(now):
-                if isinstance(then.value, torch.Tensor) and then.content is None:
-                    raise self._refusal(then, "changes in place, of which no copy is kept")
                 counts = True
             else:
                 continue
@@ -230,7 +239,10 @@ class ModuleState:
     @contextmanager
     def _restored(self, entries: list[Entry], training: list[bool], flags: list[bool]) -> Iterator[Collection[int]]:
         # of what is only exchanged, as a weight, nothing is written to
-        now = [Entry.of(e.home, e.name) if e.content is not None else e.replaced() for e in entries]
+        now = [
+            Entry.of(e.home, e.name) if e.content is not None else e._replace(value=e.home.get(e.name, _ABSENT))
+            for e in entries
+        ]
         tensors = (e.value for e in (*entries, *now) if e.content is not None and isinstance(e.value, torch.Tensor))
         written = tuple(tensors)
         # other graphs depend on the versions of these

@@ -144,6 +144,11 @@ def a_tensor_in_a_dict_changed_in_place(unit: Any, x: Tensor) -> Tensor:
     return out
 
 
+def a_counter_in_a_dict(unit: Any, x: Tensor) -> Tensor:
+    unit.named.setdefault("calls", torch.zeros(())).add_(1)
+    return x.sin()
+
+
 def a_tensor_in_a_dict_exchanged(unit: Any, x: Tensor) -> Tensor:
     unit.nested["sums"]["x"] = (unit.nested["sums"]["x"] + x.detach().mean(0)).tanh()
     return x * unit.nested["sums"]["x"]
@@ -268,6 +273,7 @@ OTHERS = [
     adding_to_a_list_in_a_dict,
     a_graph_in_a_list_in_a_dict,
     a_tensor_in_a_dict_changed_in_place,
+    a_counter_in_a_dict,
     a_tensor_in_a_dict_exchanged,
     a_generator_in_a_list,
     own_generators,
