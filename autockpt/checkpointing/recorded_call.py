@@ -72,7 +72,7 @@ _MISSES = 3
 _MOST = 64
 """Signatures of a unit whose recipes are known at a time."""
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
-_NUMBERS = (Number, str, Enum)
+_NUMBERS = (Number, str, Enum, type(None))
 """What tells calls apart by its value, NumPy's numbers among it."""
 _NOTHING = nullcontext()
 _KEPT = Position(None)
@@ -122,7 +122,8 @@ class RecordedUnit(CheckpointedUnit):
         places += [(home, n) for home in fields for n, value in home.items() if isinstance(value, torch.Tensor)]
         self.weights: list[tuple[dict[str, Any], str]] = places
         # A scale that is changed from step to step is an argument of an op. No saved tensor's form shows it.
-        self._numbers = [(home, n) for home in fields for n, value in home.items() if isinstance(value, _NUMBERS)]
+        self._fields = fields
+        self._numbers = [(home, n) for home in fields for n, value in home.items() if _is_number(value)]
         self._compares = compares
         self.signatures: dict[Any, Signature] = {}
 
@@ -156,7 +157,8 @@ class RecordedUnit(CheckpointedUnit):
         shared: Any = None
         if len(set(storages)) < len(storages):
             shared = (*map(storages.index, storages), *[tensor.storage_offset() for tensor in tensors])
-        return *rest, self.numbers(), autocast, shared, *map(_kind_of, tensors), *map(_stride_of, tensors)
+        numbers = *self.numbers(), *map(len, self._fields)  # what is set later may be a number
+        return *rest, numbers, autocast, shared, *map(_kind_of, tensors), *map(_stride_of, tensors)
 
     def numbers(self) -> tuple[Any, ...]:
         """Numbers and flags among the modules' attributes, as they are now."""
@@ -195,6 +197,10 @@ class RecordedUnit(CheckpointedUnit):
         """A call that followed the recipe has saved something else."""
         known.kind.misses += 1
         known.recipe, known.agreed, known.followed = None, 0, 0
+
+
+def _is_number(value: Any) -> bool:
+    return all(map(_is_number, value)) if type(value) is tuple else isinstance(value, _NUMBERS)
 
 
 def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:

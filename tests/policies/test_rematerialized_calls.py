@@ -84,7 +84,8 @@ class Mlp(nn.Module):
         self.up, self.down, self.then, self.scale = nn.Linear(64, 256), nn.Linear(256, 64), then, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.then(F.silu(self.up(x)) * self.scale))
+        scale = getattr(self, "scale", None) or 1.0
+        return x + self.down(self.then(F.silu(self.up(x)) * (scale[0] if type(scale) is tuple else scale)))
 
 
 def gradients(layer: nn.Module, length: int, seed: int) -> list[Tensor]:
@@ -172,15 +173,19 @@ def test_what_differs_from_the_first_on_is_always_recorded(recorded: Any) -> Non
     assert found == [1] * 12
 
 
-@pytest.mark.parametrize("kind", [float, np.float64])
-@pytest.mark.parametrize("length", [8, 24])
-def test_a_number_of_the_modules_own_may_change(length: int, kind: Any, recorded: Any) -> None:
+_NUMBERS = [(1.0, 0.5), (np.float64(1.0), np.float64(0.5)), ((1.0,), (0.5,)), (None, 0.5), (Ellipsis, 0.5)]
+
+
+@pytest.mark.parametrize(("first", "then"), _NUMBERS, ids=str)
+def test_a_number_of_the_modules_own_may_change(first: Any, then: Any, recorded: Any) -> None:
     layer: Any = Mlp()
-    layer.scale = kind(1.0)
+    layer.scale = first
+    if first is Ellipsis:  # it is set later
+        del layer.scale
     planned(layer)
-    recorded(layer, [length] * 4)
-    layer.scale = kind(0.5)
-    assert recorded(layer, [length] * 4)[0] == 1
+    recorded(layer, [8] * 4)
+    layer.scale = then
+    assert recorded(layer, [8] * 4)[0] == 1
 
 
 @pytest.mark.parametrize(("first", "then"), [(1.0, 0.5), (np.float32(1.0), np.float32(0.5)), (Way.SINE, Way.COSINE)])
