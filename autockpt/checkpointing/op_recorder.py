@@ -123,7 +123,6 @@ class OpRecorder:
         everywhere: bool = True,
     ) -> None:
         self.timeline: list[Op | Saved | Tapped] = []
-        self.saved: list[Saved] = []
         self.tapped: dict[Tap, tuple[torch.Tensor, int]] = {}
         self.is_dynamic = False
         self.keeping = 0  # how many modules run whose expensive ops are not to run again
@@ -238,8 +237,7 @@ class OpRecorder:
         plain = is_plain(tensor)
         value = self._value_of(tensor) if plain else None
         geometry = geometry_of(tensor) if plain else None
-        self.saved.append(Saved(value, geometry, tensor.dtype))
-        self.timeline.append(self.saved[-1])
+        self.timeline.append(Saved(value, geometry, tensor.dtype))
 
     def pass_module(self, module: int, turn: int, tensors: Sequence[Any]) -> None:
         """A module inside was given ``tensors``, or returned them. They are held until the record is planned from.
@@ -259,7 +257,7 @@ class OpRecorder:
         for event in self.timeline:
             if isinstance(event, Op):
                 event.outputs = []
-        self.timeline, self.saved, self._values, self.tapped = [], [], {}, {}
+        self.timeline, self._values, self.tapped = [], {}, {}
 
 
 def _selects_by_mask(func: Any, args: tuple[Any, ...]) -> bool:

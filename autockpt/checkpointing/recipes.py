@@ -141,13 +141,9 @@ class Recipe:
         return [position.form for position in self.positions]
 
 
-def plan(record: OpRecorder, small: int) -> Recipe:
-    """The recipe of a recorded call. Tensors up to ``small`` bytes are kept."""
-    return _Planner(record, small).recipe
-
-
-class _Planner:
-    """Goes along the record once. ``_reach`` holds the values that can be had from what is kept so far."""
+class Planner:
+    """Goes along the record of a call once: its ``recipe``, in which tensors up to ``small`` bytes are kept. ``_reach``
+    holds the values that can be had from what is kept so far."""
 
     def __init__(self, record: OpRecorder, small: int) -> None:
         self.recipe = recipe = Recipe()
@@ -316,7 +312,8 @@ class _Planner:
                 args = [_text(arg, name) for arg in op.args] + [f"{k}={_text(v, name)}" for k, v in op.kwargs.items()]
                 lines.append(f"{op.func}({', '.join(args)}) -> {', '.join(map(name, op.outputs))}")
         lines += [f"{name(value)} in {tap}" for value, tap in self._tapped]
-        return [*lines, *(f"saved {name(saved.value)} {saved.geometry}" for saved in record.saved)]
+        saved = [event for event in record.timeline if isinstance(event, Saved)]
+        return [*lines, *(f"saved {name(each.value)} {each.geometry}" for each in saved)]
 
 
 def _relative(geometry: Geometry, base: Geometry) -> Geometry | None:

@@ -54,7 +54,7 @@ from autockpt.checkpointing.arguments import Held, hold, unpack
 from autockpt.checkpointing.divergence import FIRST_CALLS, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.checkpointing.recipes import SMALL, Position, Program, Recipe, Step, form_of, laid_out, plan
+from autockpt.checkpointing.recipes import SMALL, Planner, Position, Program, Recipe, Step, form_of, laid_out
 from autockpt.checkpointing.replay_context import (
     AutocastState,
     autocast_is_on,
@@ -335,7 +335,7 @@ class RecordedCall:
         with saved_tensors_hooks(pack, self.unpack), recording(unit, recorder):
             output = forward(*args, **kwargs)
         small = max((t.nbytes for t in self._tensors if t.layout is torch.strided), default=0) // SMALL
-        recipe = plan(recorder, small)
+        recipe = Planner(recorder, small).recipe
         self._follow(recipe, weights)
         for module, taps in recipe.taps.items():
             for turn, argument, cell, _ in taps:
