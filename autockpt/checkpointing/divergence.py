@@ -74,7 +74,7 @@ class Schedule:
 class UnitProof:
     """What has been checked of one unit. ``last_step``: the last that was proven right.
 
-    ``checks``: calls whose backward was given what forward had computed, bit by bit; ``tensors``: those compared in
+    ``checks``: calls whose backward was given what forward had computed; ``tensors``: those compared in
     these; ``unchecked``: what could not be, by the reason, and how often.
     """
 
@@ -140,11 +140,8 @@ class DivergenceCheck:
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
-        if torch.compiler.is_dynamo_compiling():
-            return
-        self.steps += 1
-        if _graph_task() == -1:
-            self._pending.clear()  # left by a backward that failed
+        if not torch.compiler.is_dynamo_compiling():
+            self.steps += 1
 
     def end(self) -> None:
         """A forward of the whole model has ended. What a unit returned is alive until here, and may be written to."""
@@ -168,7 +165,7 @@ class DivergenceCheck:
 
     def _judge(self, calls: list[CheckedCall]) -> None:
         """The one read. Raises RerunMismatch for the first unit with tensors that differ."""
-        compared = [(call, pair) for call in calls for pair in call.take()]
+        compared = [(call, pair) for call in calls for pair in call.compared]
         wrong: dict[CheckedCall, list[Compared]] = {}
         for (call, pair), (same, away) in zip(compared, read([pair for _, pair in compared]), strict=True):
             if same:
@@ -178,6 +175,7 @@ class DivergenceCheck:
             else:
                 wrong.setdefault(call, []).append(pair)
         for call in calls:
+            call.compared = []
             if call not in wrong:
                 proof = call.unit.proof
                 proof.checks += 1
@@ -185,7 +183,7 @@ class DivergenceCheck:
                 call.unit.last_checked = proof.last_step = call.step
         for call, different in wrong.items():
             more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-            raise call.unit.mismatch(call.step, different[0].what + more)
+            raise call.mismatch(different[0].what + more)
 
     def _does_not_repeat(self, unit: UnitCheck, away: float) -> None:
         """A device's kernels are not bitwise deterministic: warn once."""
@@ -231,20 +229,9 @@ class UnitCheck:
             self.proof.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
         call = CheckedCall(self)
-        self.check.open.append(weakref.ref(call))
+        # where units are called without the model around them, no forward of it ends
+        self.check.open = [*(ref for ref in self.check.open if ref() is not None), weakref.ref(call)]
         return call
-
-    def mismatch(self, step: int, what: str) -> RerunMismatch:
-        """The error for ``what`` was not as forward had computed it."""
-        name, last = self.name, self.last_checked or 0
-        since = f"last proven right in pass {last}" if last else "never proven right"
-        back = f"Go back to a checkpoint from before forward pass {last + 1}" if last else "Start again"
-        return RerunMismatch(
-            f"backward of {name} was not given what its forward had computed (forward pass {step} since the plan was "
-            f"applied, {since}): {what}. Do not use the gradients of this backward",
-            remedy=f"Use `save` for {name}, or take out of its forward what changes by itself or before backward: an "
-            f"object, attribute or generator that it reads, a clock, writes by `.data` or NumPy. {back}.",
-        )
 
 
 class CheckedCall:
@@ -254,7 +241,7 @@ class CheckedCall:
         self.unit, self.check = unit, unit.check
         self.step = unit.check.steps or unit.calls
         self._entries: list[weakref.ref[CheckedTensor]] = []  # what autograd holds owns them
-        self._compared: list[Compared] = []
+        self.compared: list[Compared] = []  # to be judged when a backward ends
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints
 
     def look_at(self, number: int, tensor: torch.Tensor) -> CheckedTensor:
@@ -276,6 +263,18 @@ class CheckedCall:
     def _alive(self) -> list[CheckedTensor]:
         return [entry for ref in self._entries if (entry := ref()) is not None]
 
+    def mismatch(self, what: str) -> RerunMismatch:
+        """The error for ``what`` was not as forward had computed it."""
+        name, last = self.unit.name, self.unit.last_checked or 0
+        since = f"last proven right in pass {last}" if last else "never proven right"
+        back = f"Go back to a checkpoint from before forward pass {last + 1}" if last else "Start again"
+        return RerunMismatch(
+            f"backward of {name} was not given what its forward had computed (forward pass {self.step} since the plan "
+            f"was applied, {since}): {what}. Do not use the gradients of this backward",
+            remedy=f"Use `save` for {name}, or take out of its forward what changes by itself or before backward: an "
+            f"object, attribute or generator that it reads, a clock, writes by `.data` or NumPy. {back}.",
+        )
+
     def before_rerun(self, module: torch.nn.Module) -> None:
         """The unit is about to be recomputed."""
         named = [(name, p) for name, p in module.named_parameters() if why_not(local_part(p)) is None]
@@ -286,19 +285,9 @@ class CheckedCall:
         for name, parameter, before in self._parameters:
             tensor = local_part(parameter)
             what, stream = f"{name}, which running it again changed", stream_of(tensor.device)
-            self._compared.append(Compared(what, before, fingerprint(tensor), stream))
+            self.compared.append(Compared(what, before, fingerprint(tensor), stream))
         self._parameters = []
         self.check.judge_at_end(self)
-
-    def add(self, compared: Compared) -> None:
-        """Have a pair judged when the present backward ends."""
-        self._compared.append(compared)
-        self.check.judge_at_end(self)
-
-    def take(self) -> list[Compared]:
-        """What was added since this was called last."""
-        taken, self._compared = self._compared, []
-        return taken
 
 
 class CheckedTensor:
@@ -363,18 +352,13 @@ class CheckedTensor:
             self._call.unit.proof.unchecked[why] += 1
             return
         dtype, size, *_ = self._layout
-        what = _in_words(dtype, size, self._number)
+        kind, reader = str(dtype).removeprefix("torch."), "is read" if node is None else f"{node.name()} reads"
+        what = f"the {kind} tensor {tuple(size)} that {reader} (number {self._number + 1} of those that forward saved)"
         if (value.dtype, value.size()) != (dtype, size):
-            raise self._call.unit.mismatch(self._call.step, what)
+            raise self._call.mismatch(what)
         distance = tolerance = None
         if self._sketch is not None:
             distance, tolerance = distance_of(self._sketch, sums(value)), tolerance_of(value.dtype)
-        self._call.add(Compared(what, self._print, fingerprint(value), self._stream, distance, tolerance))
-
-
-def _in_words(dtype: torch.dtype, size: torch.Size, number: int) -> str:
-    """The tensor that the present node of a backward reads, the one of this ``number`` among those saved."""
-    node = _current_node()
-    reader = f"{node.name()} reads" if node is not None else "is read"
-    what = f"{str(dtype).removeprefix('torch.')} tensor {tuple(size)}"
-    return f"the {what} that {reader} (number {number + 1} of those that forward saved)"
+        compared = Compared(what, self._print, fingerprint(value), self._stream, distance, tolerance)
+        self._call.compared.append(compared)
+        self._call.check.judge_at_end(self._call)
