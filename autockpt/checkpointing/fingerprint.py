@@ -169,8 +169,8 @@ def read(compared: list[Compared]) -> list[tuple[bool, float]]:
 
 
 def sums(tensor: torch.Tensor) -> torch.Tensor:
-    """The same on the tensor's device, where nothing is read. No mode sees it: ``remake`` would hold the tensor's
-    elements for ops of the unit's own."""
+    """The count sketch of a tensor, on its device. No mode sees it made: ``remake`` would hold the tensor's elements
+    for ops of the unit's own."""
     with quietly():
         flat = tensor.detach().reshape(-1)
         generator = torch.Generator(device=flat.device).manual_seed(20)

@@ -39,7 +39,6 @@ SMALL_SHARE = 0.125
 """Of the bytes of the unit's largest input: tensors of indices up to that are kept."""
 ALL = range(sys.maxsize)
 """The numbers of whatever a call saves."""
-_NOTHING = nullcontext()
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
@@ -62,7 +61,8 @@ class CheckpointFrame:
     #   _context, _before, _training    random state and modes; attributes as they were before; training flags
     # While the forward runs:
     #   _live                           the inputs themselves; None afterwards
-    #   _late                           of a checked call: how many went unchecked before it; None in others
+    #   _late                           of a checked call, from which it is learned what the unit's forward changes: how
+    #                                   many went unchecked before it; None in others
     #   _learned                        numbers of indices that calls of this kind keep, shared by them
     #   _looked_at                      the numbers that `pack` looks at
     # From forward to backward, by the number of the saved tensor:
@@ -119,11 +119,6 @@ class CheckpointFrame:
         self._compared: dict[int, CheckedTensor] = {}
         self._sizes: list[int] = []  # numbers of elements of what is saved
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-
-    @property
-    def checked(self) -> bool:
-        """Whether it is learned from this call what the unit's forward changes."""
-        return self._late is not None
 
     # In forward.
 
@@ -260,7 +255,7 @@ class CheckpointFrame:
         args, kwargs = unflatten(self._template, inputs)
         with (
             running_again(unit.name),
-            _NOTHING if self._turn is None else self._turn(),
+            nullcontext() if self._turn is None else self._turn(),
             unit.state.restored([*self._before, *exchanged], self._training, unit.training()) as self._shared,
             self._context,
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force

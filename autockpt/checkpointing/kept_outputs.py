@@ -211,7 +211,7 @@ class KeepingFrame(CheckpointFrame):
         inputs = [_type_of(tensor) for tensor in self._live or () if not tensor.is_nested]
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
         self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
-        self._layout: Layout | None = None if self.checked else unit.learned.get(self._key)
+        self._layout: Layout | None = None if self._late is not None else unit.learned.get(self._key)
         self._caught: list[tuple[Any, Output | None]] = []
         self._learning: list[KeptCall] = []
         self._noted: list[torch.Tensor] | None = None  # what is saved in a call that is learned from
@@ -253,7 +253,9 @@ class KeepingFrame(CheckpointFrame):
         a small op for every function.
         """
         if self._row is None:
-            wanted = self._layout.catches_functions if self._layout is not None else scope.called or self.checked
+            wanted = (
+                self._layout.catches_functions if self._layout is not None else scope.called or self._late is not None
+            )
             return FunctionScopes(self, scope) if wanted else None
         for place in range(self._next, len(self._row)):
             call = self._row[place][0]
@@ -299,7 +301,7 @@ class KeepingFrame(CheckpointFrame):
         """A call of which it is not known yet what it saves."""
         call = KeptCall(scope, function, len(self._sizes))
         self._learning.append(call)  # first, for calls that fail: the unit may go on
-        before = self._context.now() if self.checked else None
+        before = self._context.now() if self._late is not None else None
         plain = (v for v in _given(function, args, kwargs) if type(v) in _PLAIN and not v.is_inference())
         given = [(value, value._version) for value in plain]
         self._noted = noted = []
@@ -313,7 +315,7 @@ class KeepingFrame(CheckpointFrame):
         if function not in scope.again:
             with torch._C.DisableTorchFunction():
                 call.learn(output, noted, _given(function, args, kwargs))
-            if self.checked and not self._unit.is_measured:
+            if self._late is not None and not self._unit.is_measured:
                 call.look_at_memory()
         return output
 
@@ -465,9 +467,7 @@ def _cast_source(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
     ]
     if whole.requires_grad:
         others = [(n, value) for n, value in others if _is_cast_of(whole, value)]
-    elif len(others) > 1:
-        return None
-    if not others:
+    if not others or (len(others) > 1 and not whole.requires_grad):
         return None
     number, value = others[0]
     # of one without a graph nothing but its values tells it from something else, as a rounded input

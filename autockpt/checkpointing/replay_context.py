@@ -62,9 +62,7 @@ class ReplayContext:
         "autocast",
     )
 
-    def __init__(
-        self, places: Sequence[Place] = (), generators: Sequence[torch.Generator] = (), python: bool = False
-    ) -> None:
+    def __init__(self, places: Sequence[Place], generators: Sequence[torch.Generator], python: bool) -> None:
         self._places = places
         self._torch = TorchStates(places)
         self._generators = [(generator, generator.get_state()) for generator in generators] if generators else ()
@@ -133,7 +131,7 @@ class AutocastState:
     __slots__ = ("_kinds", "key")
 
     def __init__(self, kinds: Sequence[str]) -> None:
-        self._kinds = kinds if len(kinds) == 1 else [k for k in kinds if torch.amp.is_autocast_available(k)]
+        self._kinds = [kind for kind in kinds if kind == "cpu" or torch.amp.is_autocast_available(kind)]
         self.key = self._now() if autocast_is_on() else None  # None where it is off
 
     @property
@@ -226,21 +224,16 @@ class running_again:
         _here.unit = self._outer
 
 
-class one_at_a_time:
+@contextmanager
+def one_at_a_time(unit: str) -> Iterator[None]:
     """Random states and switches belong to the process: what one thread restores for a recomputation is not for
     another's. Raises ConflictError after long, as where a recomputation waits for a backward in another thread."""
-
-    __slots__ = ("_lock", "_unit")
-
-    def __init__(self, unit: str) -> None:
-        self._unit, self._lock = unit, _turn
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=_PATIENCE):
-            raise ConflictError(
-                f"{self._unit} cannot run: another thread has been recomputing units for {_PATIENCE:.0f} s",
-                remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
-            )
-
-    def __exit__(self, *raised: Any) -> None:
-        self._lock.release()
+    if not _turn.acquire(timeout=_PATIENCE):
+        raise ConflictError(
+            f"{unit} cannot run: another thread has been recomputing units for {_PATIENCE:.0f} s",
+            remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
+        )
+    try:
+        yield
+    finally:
+        _turn.release()

@@ -92,8 +92,6 @@ class CheckpointedUnit:
 
     def lost_memory(self) -> bool:
         """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
-        if not self._sharded:
-            return False
         views = (value for fields in self._sharded for value in fields.values() if type(value) is torch.Tensor)
         plain = (view for view in views if view.numel() and view.layout is torch.strided)
         return any(not view.untyped_storage().nbytes() for view in plain)
