@@ -150,8 +150,10 @@ class BatchSets(Session):
     def _act(self, number: int) -> None:
         if number != self.acting and self.guard.active:  # unless the plan was taken off in between
             self.sessions[self.acting].remove()
-            self.acting = number
-            self.sessions[number].put_back()
+            self.acting = -1  # none of them, where this one cannot be put back
+            if number >= 0:
+                self.sessions[number].put_back()
+                self.acting = number
 
     def _agreed(self, module: nn.Module, number: int) -> int:
         """The leanest set that any rank wants, where what units do again asks other ranks to take part.

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,15 @@ def test_what_cannot_be_attached_leaves_the_model_as_it_was() -> None:
     assert not any("forward" in m.__dict__ for m in model.modules())
     with apply(model, sets(16, 64)), raises(ConflictError):
         apply(model, sets(16, 64))
+
+
+def test_a_set_that_cannot_be_put_back_is_an_error_in_each_forward() -> None:
+    model = LLAMA.make()
+    with apply(model, sets(16, 64)):
+        model.model.layers[0].forward = partial(model.model.layers[0].forward)
+        for _ in range(2):
+            with raises(ConflictError, "model.layers.0"):
+                model(**batch(8))
 
 
 @pytest.mark.slow
