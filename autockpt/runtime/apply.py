@@ -69,6 +69,8 @@ def apply(
     sets = [(each.when, choices_for(model, each)) for each in plan.sets]
     notes = _doubts(plan, model)
     limit = _limit(adaptive, plan)  # an error is raised where the device reports no peak, too
+    if notes:
+        warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     options: dict[str, Any] = {"host_budget": plan.host_budget_bytes, "sentinels": sentinels}
     device = metered(device_of(model)) if adaptive else None
     if device is not None or len(sets) > 1:
@@ -80,8 +82,6 @@ def apply(
         if (guard := session.guard) is not None and plan.status != "unmeasured":  # sets know their sizes themselves
             sizes = [plan.settings.get(name) for name in ("batch_size", "seq_len")]
             guard.planned = tuple(size if type(size) is int else None for size in sizes)
-    if notes:
-        warnings.warn(f"the plan's promise does not hold here: {'; '.join(notes)}", stacklevel=2)
     if adaptive and device is None:
         notes.append(f"adaptive does nothing: a {device_of(model).type} device reports no peak memory during training")
         logging.getLogger("autockpt").warning("%s", notes[-1])

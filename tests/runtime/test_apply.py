@@ -7,7 +7,7 @@ from torch import nn
 
 import autockpt
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
-from autockpt.runtime import apply
+from autockpt.runtime import apply, attached_path
 from autockpt.schema import OFFLOAD, RECOMPUTE, SAVE, DeviceInfo, Environment, Measurement, Plan, WorkloadSpec
 from autockpt.schema.choices import CHUNKED_SOFTMAX
 from autockpt.schema.run_directory import RunDirectory
@@ -126,6 +126,11 @@ def test_other_circumstances_are_one_warning(change, words):
     assert words in str(caught[0].message)
     assert f"note: {words}" in str(handle)
     assert caught[0].filename == __file__
+    handle.remove()
+    with warnings.catch_warnings(), pytest.raises(UserWarning):
+        warnings.simplefilter("error")
+        apply(model, measured(model, {"model.layers.1": RECOMPUTE}, **change))
+    assert attached_path(model) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
