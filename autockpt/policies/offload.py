@@ -77,18 +77,22 @@ class Pipeline:
         self.passed(sys.maxsize)
 
 
-class OffloadState(Attachment):
-    """An offloaded unit's attachment, or with the default ``tier`` that of one at whose end others are settled.
+class PassedState(Attachment):
+    """The attachment of a unit at whose end others are settled; ``place`` is its own in the order of all units."""
 
-    ``place`` is its own in the order of all units, ``due`` that of the unit at whose end its copies are waited for.
-    """
+    def __init__(self, unit: str, pipeline: Pipeline, place: int) -> None:
+        super().__init__(unit)
+        self.pipeline, self.place = pipeline, place
+
+
+class OffloadState(PassedState):
+    """An offloaded unit's attachment. ``due`` is the place of the unit at whose end its copies are waited for."""
 
     has_check: ClassVar[bool] = True
 
-    def __init__(self, unit: str, pipeline: Pipeline, place: int, due: int, tier: Tier = "cpu") -> None:
-        super().__init__(unit)
-        self.pipeline, self.place, self.due = pipeline, place, due
-        self.tier: Tier = tier
+    def __init__(self, unit: str, pipeline: Pipeline, place: int, due: int, tier: Tier) -> None:
+        super().__init__(unit, pipeline, place)
+        self.due, self.tier = due, tier
         self._cache_buffers: list[dict[str, torch.Tensor | None]] | None = None
 
     def buffers(self, module: nn.Module) -> list[torch.Tensor]:
@@ -150,7 +154,7 @@ def attach_offload(unit: PlannedUnit, session: Session) -> None:
     transport = pipeline.transport(torch.device("cpu") if device.type == "meta" else device, choice.tier)
     if transport.copy_queues and due not in pipeline.ends and order[due].choice.kind not in MOVING:
         pipeline.ends.add(due)
-        session.place(order[due].module, run_then_settle, OffloadState(order[due].name, pipeline, due, due))
+        session.place(order[due].module, run_then_settle, PassedState(order[due].name, pipeline, due))
 
 
 def attach_recompute_offload(unit: PlannedUnit, session: Session) -> None:
@@ -160,7 +164,7 @@ def attach_recompute_offload(unit: PlannedUnit, session: Session) -> None:
 
 
 @outside_graphs("offload", _WHY)
-def run_then_settle(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
+def run_then_settle(module: nn.Module, state: PassedState, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a unit so many places behind an offloaded one: when it has ended that one's copies must be done,
     and when its backward begins they start to come back."""
     output = call_inner(module, state, args, kwargs)
