@@ -358,7 +358,7 @@ class Session:
     def remove(self) -> None:
         """Take everything off again; the model is as it was. Idempotent.
 
-        Graphs of forwards that have run already keep working.
+        Graphs of forwards that have run already keep working, but for choices with ``tiles``.
         """
         for module, forward in reversed(self.placed):
             if forward.state.active:  # else another plan may be on the module by now
