@@ -157,8 +157,8 @@ class RecordedUnit(CheckpointedUnit):
         shared: Any = None
         if len(set(storages)) < len(storages):
             shared = (*map(storages.index, storages), *[tensor.storage_offset() for tensor in tensors])
-        numbers = *self.numbers(), *map(len, self._fields)  # what is set later may be a number
-        return *rest, numbers, autocast, shared, *map(_kind_of, tensors), *map(_stride_of, tensors)
+        sizes = map(len, self._fields)  # an attribute that is set later may be a number
+        return *rest, self.numbers(), autocast, shared, *map(_kind_of, tensors), *map(_stride_of, tensors), *sizes
 
     def numbers(self) -> tuple[Any, ...]:
         """Numbers and flags among the modules' attributes, as they are now."""
