@@ -22,7 +22,7 @@ from autockpt.errors import AutockptError, GhostError, UsageError
 from autockpt.interpreter import collection_paused, patched
 from autockpt.policies.rematerialize import recipes_known
 from autockpt.runtime import attach
-from autockpt.schema.choices import SAVE, Choice
+from autockpt.schema.choices import SAVE, Choice, Remake
 from autockpt.schema.device import WITHOUT_STREAMS
 from autockpt.schema.graph import Graph, Phase, Tier, Unit
 from autockpt.schema.names import ancestors, fold, outermost
@@ -41,6 +41,7 @@ from autockpt.tracing.recorder import RealRecorder, Recorder
 from autockpt.tracing.transport import RecordingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.build import refuse_liger_on
+from autockpt.workload.factory import is_factory
 from autockpt.workload.failures import location, summary
 
 MICRO_BATCHES = 2
@@ -63,6 +64,35 @@ class FirstCycle(NamedTuple):
     notes: tuple[str, ...]
 
 
+class _Recorded(dict[tuple[str, Choice], RecordedUnit]):
+    """Units by name and choice, with the recipes that traces have learnt.
+
+    Those of equal ``kinds`` run the same ops. So a new one begins with what the first of its kind knows; only numbers,
+    such as its place among the layers, are its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[str, int] = {}
+        self._firsts: dict[Any, RecordedUnit] = {}
+
+    def __setitem__(self, key: tuple[str, Choice], unit: RecordedUnit) -> None:
+        super().__setitem__(key, unit)
+        name, choice = key
+        first, numbers = self._firsts.setdefault((self.kinds.get(name, name), choice), unit), unit.numbers()
+        unit.signatures |= {(*known[:2], numbers, *known[3:]): its for known, its in first.signatures.items()}
+
+    def lacks(self, choices: Mapping[str, Choice]) -> bool:
+        """Whether a choice is among these that no unit of the kind has learnt from."""
+        pairs = {(self.kinds.get(name, name), one) for name, one in choices.items() if isinstance(one, Remake)}
+        return not pairs <= self._firsts.keys()
+
+    @property
+    def learnt(self) -> int:
+        """The number of calls that were recorded."""
+        return len({signature for unit in self.values() for signature in unit.signatures.values()})
+
+
 class TracedRun:
     """A workload that is cycled under a recorder; its ``first_cycle`` is known from the first cycle on."""
 
@@ -72,7 +102,7 @@ class TracedRun:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._recorded: dict[Any, RecordedUnit] = {}  # recipes of units, learnt in earlier traces
+        self._recorded = _Recorded()
 
     def build(self, spec: WorkloadSpec, device: torch.device, capability: Capability | None = None) -> None:
         """Build the workload of ``spec`` as it would run on ``device``. Raises what ``workload.build`` raises.
@@ -92,12 +122,23 @@ class TracedRun:
         attached.
         """
         with self._attached(choices), recipes_known(self._recorded):
+            if self._forward_teaches and self._recorded.lacks(choices):
+                self._cycle(forward_only=True)
             before = None
-            while before != (learnt := sum(len(unit.signatures) for unit in self._recorded.values())):
+            while before != (learnt := self._recorded.learnt):
                 before = learnt  # until units have learnt all their signatures
                 self._cycle()
         self._recorder.try_kernels()
         return to_graph(self._recorder, self.workload, self._places, self.source, self.first_cycle.units)
+
+    @property
+    def _forward_teaches(self) -> bool:
+        """Whether a forward without a backward teaches units as much as a cycle, and leaves nothing behind.
+
+        What users' code does is not known, and FSDP2 would keep weights gathered until the backward.
+        """
+        spec = self.workload.spec
+        return not (spec is None or is_factory(spec.model) or spec.shard or spec.stage)
 
     def _start(self, workload: Step) -> None:
         """The first cycle: optimizer states are born, and it shows which units there are."""
@@ -113,6 +154,7 @@ class TracedRun:
         called = (self._recorder.location.paths[number] for number in self._recorder.location.order)
         outside = tuple(p for p in called if p and p not in around and taken.isdisjoint((p, *ancestors(p))))
         self.first_cycle = FirstCycle(units, head, outside, workload.settings, workload.notes)
+        self._recorded.kinds = {unit.name: unit.kind for unit in units}
 
     def _units(self, workload: Step) -> tuple[Unit, ...]:
         """Units that the first cycle called: those that were asked for, else blocks, else the best cuts.
@@ -166,7 +208,7 @@ class TracedRun:
         """The error for an exception of the step."""
         raise NotImplementedError
 
-    def _cycle(self) -> None:
+    def _cycle(self, forward_only: bool = False) -> None:
         """Record one cycle, without garbage collection, whose moment in a real step is arbitrary."""
         workload, recorder = self.workload, self._recorder
         recorder.restart()  # so that the collector need not visit the last recording
@@ -183,7 +225,10 @@ class TracedRun:
         failure: AutockptError | None = None
         try:
             with collection_paused(), recorder.recording(), steps:
-                workload.cycle(mark)
+                if forward_only:
+                    workload.forward(workload.batch)
+                else:
+                    workload.cycle(mark)
         except (Exception, SystemExit) as error:
             failure = self._explained(error)
         finally:

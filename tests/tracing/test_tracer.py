@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autockpt.errors import ConflictError, GhostError, PlanError, TracingError, WorkloadError
 from autockpt.process import Child
-from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE
+from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Remake
 from autockpt.schema.graph import Graph
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing import Tracer, trace
@@ -237,14 +237,16 @@ def test_a_process_that_uses_any_accelerator_is_not_forked(accelerator) -> None:
 
 
 def test_a_fresh_process_traces_the_same_as_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started where an accelerator is in use, and so must import everything itself."""
+    """It is started where an accelerator is in use, and so must import everything itself. The fork has learnt the
+    recipes of another layer before."""
 
-    def graph() -> Graph:
+    def graph(*before: int) -> Graph:
         spec = WorkloadSpec(model="tests.measuring.sharded_models:whole")
         with Tracer.from_spec(spec, device=torch.device("cpu"), fallback=False) as tracer:
-            return tracer.trace({tracer.units[0].name: RECOMPUTE})
+            assert tracer.units[1].kind == tracer.units[2].kind
+            return [tracer.trace({tracer.units[number].name: Remake()}) for number in (*before, 2)][-1]
 
-    by_fork = graph()
+    by_fork = graph(1)
     monkeypatch.setattr("autockpt.tracing.process.Child", Child)
     monkeypatch.setattr("autockpt.tracing.tracer.can_fork", lambda: False)
     assert graph() == by_fork
