@@ -20,6 +20,7 @@ from autockpt.analysis.explanation import Curve, Explanation
 from autockpt.analysis.holdings import StepBytes, curve
 from autockpt.analysis.sentences import answer_rows, choice_words, loading_lines, place_words, reason_words, speed_words
 from autockpt.errors import RunDirectoryError
+from autockpt.interpreter import collection_paused
 from autockpt.schema import SAVE, Comparison, Plan, Trial, format_binary, words
 from autockpt.schema.baselines import OURS, legend_of_names
 from autockpt.schema.choices import legend
@@ -28,7 +29,6 @@ from autockpt.schema.names import outermost
 from autockpt.schema.plan import choice_lines, promised, set_lines
 from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.words import step_note
-from autockpt.tracing.tracer import without_collection
 
 PAGE = "report.html"
 # an absolute path, also behind a quote, an equals sign or a URL's scheme
@@ -66,7 +66,7 @@ def page_of(run: Path) -> str:
     page, answer = run / PAGE, run / "outcome.json"
     try:
         if not page.exists() or not answer.exists() or page.stat().st_mtime < answer.stat().st_mtime:
-            with without_collection():
+            with collection_paused():
                 write_page(RunDirectory.open(run))
         return f"The whole run on one page: {page}"
     except Exception as error:

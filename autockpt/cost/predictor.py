@@ -197,9 +197,8 @@ class MemoryModel:
         return high
 
     def _with_preallocated(self, graph: Graph) -> Graph:
-        if not self.preallocated:
-            return graph
-        return with_resident(graph, "allocated before", [*self.preallocated], "other")
+        added = [*self.preallocated]
+        return with_resident(graph, "allocated before", added, "other") if added else graph
 
     def _promised(self, reserved: int) -> int:
         return self.context_bytes + reserved + int(self.safety * reserved)

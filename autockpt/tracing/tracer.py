@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from autockpt.errors import GhostError, TracingError, UsageError
-from autockpt.interpreter import collection_paused, has_frozen_objects
+from autockpt.interpreter import collection_paused
 from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.hardware import Hardware
@@ -122,7 +121,7 @@ class Tracer:
         Raises PlanError or ConflictError where they cannot be attached, GhostError or WorkloadError where the step
         fails.
         """
-        with without_collection():
+        with collection_paused():  # as all records of the graph stay
             graph = self._backend.trace(_in_order(choices or {}, self.units))
             if self._notes:
                 graph = changed(graph, notes=(*self._notes, *graph.notes))
@@ -196,27 +195,6 @@ def _ghost_or_recorded(
     except GhostError as error:
         own = "" if error.remedy == GhostError.default_remedy else f"{error.remedy} "
         raise TracingError(error.message, remedy=f"{own}{_BY_ITSELF}") from None
-
-
-_frozen = False  # whether objects were frozen by other code before; counting them is slow
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Pause garbage collection while a graph is made, as all of its records stay.
-
-    Afterwards they count as old objects, so that they are not visited at once, unless this process freezes its own.
-    """
-    global _frozen
-    with collection_paused() as collecting:
-        try:
-            yield
-        finally:
-            if collecting:
-                _frozen = _frozen or has_frozen_objects()
-                if not _frozen:
-                    gc.freeze()
-                    gc.unfreeze()
 
 
 def in_this_process(workload: Step) -> GhostRun:

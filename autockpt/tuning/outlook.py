@@ -41,7 +41,6 @@ def look_around(cost_model: CostModel, loop: Loop, known: Outlook | None, share:
     runs |= {plan_hash(run.choices): run for run in ghost_runs(cost_model)}
     plans = plans_around(cost_model, loop.trials.all, loop.best, loop.budget.bytes)
     others = {key: choices for choices in plans if (key := plan_hash(choices)) not in runs}
-    predictor.ahead([*others.values()][:FEWEST])
     clock.listener.stage("ghost-run other budgets", len(others))
     with predictor.watched(clock.listener):
         for new, (key, choices) in enumerate(others.items()):

@@ -68,8 +68,6 @@ def transplanted(
     lean = {
         unit.name: RECOMPUTE if RECOMPUTE in offered[unit.kind] else offered[unit.kind][-1] for unit in base.blocks()
     }
-    leanest = predictor.graph(lean)
-    predictor.learn(lean, leanest)
     if head is not None:
         menus = (*menus, small.profile.menus[-1].model_copy(update={"kind": head.kind}))
     profile = small.profile.model_copy(
@@ -81,7 +79,7 @@ def transplanted(
     )
     segments = None if small.segments is None else segments_of(base, menus)
     cost_model = CostModel(profile, base, predictor, small.used_by_others, head, segments)
-    cost_model.check(lean)  # its graph is available
+    cost_model.check(lean)
     return cost_model
 
 

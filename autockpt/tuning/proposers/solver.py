@@ -42,9 +42,8 @@ from autockpt.tuning.trials import (
 )
 
 MARGINS = (0.0, 0.02, 0.05)  # shares of the budget that are left free in the plans that are tried first
-HIDING_CALLS = 3  # ghost runs for the plan that does not hide copies, to compare it with the one that does
 REFITS = (1, 3, 6)  # numbers of scored candidates after which the first points are tried again, with fitted costs
-SIMPLE_CALLS = 3  # ghost runs spent on refining one simple plan
+SIMPLE_CALLS = 3  # ghost runs spent on refining a simple plan, or the one that hides no copies
 SIMPLE_WORTH = 0.1  # of the step: simple plans that are predicted to be slower than their best by more are not tried
 MOST_SIMPLE = 2
 SURE = 0.05  # of the step: predictions of baselines are off by less
@@ -112,11 +111,10 @@ class SolverProposer(Proposer):
         self.trials.expected = lambda: expected_seconds(self.unscaled_problem, self.trials.scored)
         if budget.kind == "bytes" and self.trials.budget.bytes < self.smallest_peak:
             raise self.infeasible()
-        run, name, storage = self.trials.run, "search", self.request.storage
+        run, name, storage = self.trials.run, "search", None
         if run is not None:  # no other run has a study of this name in a storage that several share
-            name = f"{run.path.name}-{run.id}"
-            if storage is None and self.target.scoring.measures:  # a simulation asks for few points
-                storage = run.storage
+            own = run.storage if self.target.scoring.measures else None  # a simulation asks for few points
+            name, storage = f"{run.path.name}-{run.id}", self.request.storage or own
         sampler = sampler_for(self.request.seed + self.trials.resumed)
         knobs = knobs_for(self.request.space.choices, copies_hide=self.device.copy_queues)
         self.study = Study(sampler, knobs, name=name, storage=storage)
@@ -417,7 +415,7 @@ class SolverProposer(Proposer):
         """
         neutral = {knob: NEUTRAL[knob] for knob in self.study.knobs}
         plain: list[Parameters] = [{**neutral, "margin": margin} for margin in MARGINS]
-        if HIDDEN_COPIES not in neutral or self._affordable(HIDING_CALLS) <= 1:
+        if HIDDEN_COPIES not in neutral or self._affordable(SIMPLE_CALLS) <= 1:
             return plain
         hidden = {**plain[0], HIDDEN_COPIES: 1.0}
         return [hidden, *plain] if self._is_faster(hidden, plain[0]) else plain
@@ -432,7 +430,7 @@ class SolverProposer(Proposer):
         seconds, other = self._predict(choices).step_seconds or 0.0, self._predict(other_first)
         if other.peak_bytes > self._usable_bytes and seconds < (other.step_seconds or 0.0):
             return True  # what fits is hardly ever faster than what does not
-        choices, fits = self._solved(plain, HIDING_CALLS)
+        choices, fits = self._solved(plain, SIMPLE_CALLS)
         return not fits or seconds < (self._predict(choices).step_seconds or 0.0)
 
 

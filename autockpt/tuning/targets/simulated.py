@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 
 from autockpt.cost import CostModel, cached_op_times, local_memory, memory_note, simulated_memory
 from autockpt.cost.roofline import environment_of_hardware
+from autockpt.interpreter import collection_paused
 from autockpt.policies.offload import MOVING
 from autockpt.schema import SAVE, Choice, OpTimes, Plan, Remake, SearchRequest, SearchSpace, Selective
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import open_tracer
-from autockpt.tracing.tracer import without_collection
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.base import Prepared, Scoring, Target
 from autockpt.tuning.traced_model import device_of, local_device, trace_for_hardware, trace_model, tracer_of
 from autockpt.tuning.trials import Candidate, Score
-
-CHECKS_OF_THE_DEEP = 8
-"""Ghost runs for refining the plan of a deep model, whose ghost runs are slow."""
 
 
 @dataclass
@@ -32,7 +29,7 @@ class Simulated(Target):
     request: SearchRequest
     clock: Clock
     plan: Plan | None = None
-    scoring: Scoring = field(default_factory=lambda: Scoring("simulated", checks=20), kw_only=True)
+    scoring: Scoring = field(default_factory=lambda: Scoring("simulated"), kw_only=True)
     choices: dict[str, Choice] = field(default_factory=dict, init=False)  # the plan's, by unit
 
     def trace(self, stack: ExitStack) -> Prepared:
@@ -41,7 +38,7 @@ class Simulated(Target):
         Raises PlanError for a plan that does not fit the model.
         """
         request, hardware, plan = self.request, self.request.hardware, self.plan
-        stack.enter_context(without_collection())
+        stack.enter_context(collection_paused())
         self.clock.listener.stage("trace")
         if request.workload is None:
             tracer = stack.enter_context(tracer_of(request))
@@ -73,10 +70,7 @@ class Simulated(Target):
         menus = traced.space.choices
         own = [c for c in self.choices.values() if isinstance(c, Selective | Remake) or c.kind in {*MOVING} - {*menus}]
         more |= {"needs": needs, "extra": dict.fromkeys(own), "used_by_others": prepared.used_by_others}
-        cost_model = traced.cost_model(times, **more)
-        if traced.twin is not None:
-            self.scoring.checks = CHECKS_OF_THE_DEEP
-        return cost_model
+        return traced.cost_model(times, **more)
 
     def _local_times(self, prepared: Prepared) -> OpTimes:
         """Op times of an earlier search of this workload on the local device, else nominal ones."""
