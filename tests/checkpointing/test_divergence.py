@@ -21,7 +21,7 @@ from autockpt.errors import AutockptError, RerunMismatch, UsageError
 from autockpt.runtime import Session, attach
 from autockpt.schema.choices import Segment
 from tests.errors import raises
-from tests.policies.zoo import Row, assert_as_plain, bytes_alive_after, on, trained
+from tests.policies.zoo import Row, assert_as_plain, bytes_alive_after, on
 
 RERUNNING = ("recompute", "selective", "keep_attention", "recompute_offload", Segment(size=2))
 each_rerun = pytest.mark.parametrize("kind", RERUNNING, ids=str)
@@ -376,53 +376,3 @@ def test_calls_in_a_captured_graph_are_said_to_be_unchecked(monkeypatch: pytest.
     with attached(model, "offload") as session:
         step(model)
         assert "not checked: calls in a CUDA graph" in str(session.sentinels)
-
-
-class Convolution(nn.Module):
-    """In channels last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(nn.functional.silu(self.first(x)))
-
-
-class Gate(nn.Module):
-    """Of what its buffer leads to only a tensor is saved that has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.register_buffer("scale", torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        with torch.no_grad():
-            gate = torch.sigmoid(h * self.scale)
-        return x + self.down(nn.functional.gelu(h)) * gate
-
-
-@pytest.mark.parametrize(
-    ("unit", "changed", "batch", "kind"),
-    # `selective` keeps what a convolution returns: backward alone reads its weight, as in plain training
-    [(Convolution, "first.weight", (2, 8, 6, 6), kind) for kind in ("recompute", "remake")]
-    + [(Gate, "scale", (2, 16), kind) for kind in ("recompute", "remake", "selective")],
-)
-def test_a_change_by_data_before_backward_is_found_soon(unit, changed, batch, kind) -> None:
-    def change(model: Any, step: int) -> None:
-        for each in model if step >= 4 else ():
-            dict([*each.named_parameters(), *each.named_buffers()])[changed].data.mul_(0.9)
-
-    shape = {"memory_format": torch.channels_last} if len(batch) == 4 else {}
-    with raises(RerunMismatch):  # in a checked call
-        trained(
-            lambda: nn.Sequential(unit(), unit()),
-            on("01", kind),
-            lambda: torch.randn(batch).to(**shape),
-            16,
-            between=change,
-            sentinels="sample",
-        )
