@@ -232,8 +232,9 @@ def _reads(inputs: list[Node]) -> Iterator[Node]:
         for user in node.users:
             if user.op != "call_function" or user in found:
                 continue
-            returns = user.target._schema.returns if isinstance(user.target, Overload) else ()
+            target: Any = user.target
+            returns = target._schema.returns if isinstance(target, Overload) else ()
             if any(each.alias_info is not None for each in returns):  # a view
                 found.append(user)
-            elif "backward" not in user.meta.get("partitioner_tag", "") and "batch_norm" not in str(user.target):
+            elif "backward" not in user.meta.get("partitioner_tag", "") and "batch_norm" not in str(target):
                 yield user  # a batch norm in training changes its statistics and reads them for nothing else

@@ -92,7 +92,8 @@ class OffloadState(PassedState):
 
     def __init__(self, unit: str, pipeline: Pipeline, place: int, due: int, tier: Tier) -> None:
         super().__init__(unit, pipeline, place)
-        self.due, self.tier = due, tier
+        self.due = due
+        self.tier: Tier = tier
         self._cache_buffers: list[dict[str, torch.Tensor | None]] | None = None
 
     def buffers(self, module: nn.Module) -> list[torch.Tensor]:
