@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autockpt.schema.choices import Choice
-from autockpt.solvers.exact import exact
+from autockpt.solvers.exact import exact, smallest_peak
 from autockpt.solvers.problem import Assignment, Point, Problem, host_of, peak_of, point_values, seconds_of
 
 UnitChoices = Mapping[str, Choice]
@@ -240,11 +240,12 @@ def solved(problem: Problem, offsets: Offsets) -> Assignment:
     if problem.head is None:
         return exact(shifted(problem, offsets.get(None, ())))
     *others, head = problem.units
-    answers = []
+    asked = []
     for option in head.options:
         units = (*others, head.model_copy(update={"options": (option,)}))
-        answers.append(exact(shifted(problem.model_copy(update={"units": units}), offsets.get(option.choice, ()))))
-    return min(answers, key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
+        asked.append(shifted(problem.model_copy(update={"units": units}), offsets.get(option.choice, ())))
+    able = [one for one in asked if smallest_peak(one) <= one.budget_bytes]
+    return min(map(exact, able or asked), key=lambda a: (not a.feasible, a.seconds if a.feasible else a.peak))
 
 
 def _head(problem: Problem, plan: UnitChoices) -> Choice | None:

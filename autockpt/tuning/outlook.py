@@ -22,7 +22,7 @@ from autockpt.tuning.trials import HIDDEN_COPIES
 BUDGETS = 12  # between the leanest plan's and that of saving everything
 SOLVING = 0.3  # seconds that the solver may take for one of them
 FEWEST = 1  # plans that are ghost-run
-SHARE = 0.05  # of the search's time that all of them may take
+SHARE = 0.02  # of the search's time that all of them may take
 HARDLY_SLOWER = 0.01  # of the step: plans up to that much slower are offered where they leave more room
 NOTABLE_ROOM = 0.03  # of the budget
 UNKNOWN = 0.05  # of the step: nobody can tell what a plan costs whose measured time is that uncertain

@@ -18,7 +18,7 @@ from autockpt.schema import SAVE, Choice, Prediction, ResolvedBudget, SearchRequ
 from autockpt.schema.baselines import ALL, NONE, baseline_plans
 from autockpt.schema.request import Silence
 from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_split
-from autockpt.solvers.problem import Assignment, Problem, seconds_of
+from autockpt.solvers.problem import Assignment, Problem, peak_of, seconds_of
 from autockpt.solvers.refine import solved
 from autockpt.solvers.split import Accept
 from autockpt.tuning.clock import PROFILING, Clock
@@ -255,13 +255,13 @@ class SolverProposer(Proposer):
         problem = self._problem(self._fit.scale, 0, hidden)
         if not priced(problem, best.choices):
             return
-        saving = {unit.name: SAVE for unit in problem.units}
-        most = seconds_of(problem, saving | best.choices) + AS_FAST * best.score_seconds
+        chosen, alike = {unit.name: SAVE for unit in problem.units} | best.choices, int(AS_LEAN * problem.budget_bytes)
+        most = seconds_of(problem, chosen) + AS_FAST * best.score_seconds
         lean = leanest(problem, most)
         budgets = [problem.budget_bytes]
-        if lean is not None:
+        if lean is not None and lean.peak < peak_of(problem, chosen) - alike:
             yield self._solver_candidate(lean)
-            budgets.append(min(problem.budget_bytes, lean.peak + int(AS_LEAN * problem.budget_bytes)))
+            budgets.append(min(problem.budget_bytes, lean.peak + alike))
         for budget_bytes in budgets:
             within = problem.model_copy(update={"budget_bytes": budget_bytes})
             plan = self._split_plan(within, below=math.nextafter(most, math.inf))
