@@ -74,6 +74,7 @@ _MOST = 64
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 _NUMBERS = (Number, str, Enum, type(None))
 """What tells calls apart by its value, NumPy's numbers among it."""
+_BY_VALUE = (tuple, *_NUMBERS)
 _NOTHING = nullcontext()
 _KEPT = Position(None)
 _BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
@@ -161,8 +162,9 @@ class RecordedUnit(CheckpointedUnit):
         return *rest, self.numbers(), autocast, shared, *map(_kind_of, tensors), *map(_stride_of, tensors), *sizes
 
     def numbers(self) -> tuple[Any, ...]:
-        """Numbers and flags among the modules' attributes, as they are now."""
-        return tuple([home.get(name) for home, name in self._numbers])
+        """Numbers and flags among the modules' attributes, as they are now; of what else is there now the type."""
+        values = [home.get(name) for home, name in self._numbers]
+        return tuple([v if type(v) in _EXACT or isinstance(v, _BY_VALUE) else type(v) for v in values])
 
     def leave_out_changed(self, before: tuple[Any, ...]) -> None:
         """A forward has ended that began with these numbers: such as it changed, as a counter, tell no calls apart."""

@@ -188,6 +188,17 @@ def test_a_number_of_the_modules_own_may_change(first: Any, then: Any, recorded:
     assert recorded(layer, [8] * 4)[0] == 1
 
 
+def test_a_tensor_in_the_place_of_none_tells_no_calls_apart(recorded: Any) -> None:
+    layer: Any = Mlp(lambda h: h if layer.mask is None else h * layer.mask)
+    layer.mask = None
+    planned(layer)
+    recorded(layer, [8] * 4)
+    found = []
+    for layer.mask in torch.rand(2, 256):
+        found.append(recorded(layer, [8]))
+    assert found == [[1], []]
+
+
 @pytest.mark.parametrize(("first", "then"), [(1.0, 0.5), (np.float32(1.0), np.float32(0.5)), (Way.SINE, Way.COSINE)])
 def test_a_number_or_name_that_a_layer_is_given_may_change(first: Any, then: Any, recorded: Any) -> None:
     class Given(Mlp):
