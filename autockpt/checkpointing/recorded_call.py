@@ -487,9 +487,11 @@ def tapping(
 def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
     """Inside, the recorder is handed ops, everywhere or within the modules that the choice names, and told what all
     modules are given and return."""
-    modes = list[Any]()
+    modes, thread = list[Any](), threading.get_ident()
 
     def enter(kind: str, *_: Any) -> None:
+        if threading.get_ident() != thread:
+            return
         if kind == "keep":
             recorder.keeping += 1
         else:
@@ -497,6 +499,8 @@ def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
             modes[-1].__enter__()
 
     def leave(kind: str, *_: Any) -> None:
+        if threading.get_ident() != thread:
+            return
         if kind == "keep":
             recorder.keeping -= 1
         else:
