@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +49,8 @@ begins late is found within 512 calls."""
 _OTHER_STREAM = "a tensor that was saved on another stream"
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_pending = weakref.WeakValueDictionary[tuple["DivergenceCheck", int], "OrderedDict[CheckedCall, None]"]()
+"""Calls to judge when a backward ends, which alone holds them: one that fails lets go of them."""
 
 
 class Schedule:
@@ -103,10 +105,9 @@ class DivergenceCheck:
         self.units: dict[str, UnitProof] = {}
         self._warned = False
         self.open: list[weakref.ref[CheckedCall]] = []  # of the present forward
-        self._pending: dict[int, dict[int, CheckedCall]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "open": [], "_pending": {}}
+        return {**self.__dict__, "open": []}
 
     @property
     def checks(self) -> int:
@@ -155,13 +156,15 @@ class DivergenceCheck:
         if (task := _graph_task()) == -1:
             self._judge([call])
             return
-        calls = self._pending.setdefault(task, {})
-        if not calls:  # two threads may find that: the second of their callbacks has nothing to do
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
-        calls[id(call)] = call
+        calls = _pending.get((self, task))
+        if calls is None:  # two threads may find that: each of their callbacks judges its own
+            calls = _pending[self, task] = OrderedDict()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task, calls))
+        calls[call] = None
 
-    def _finish(self, task: int) -> None:
-        self._judge(list(self._pending.pop(task, {}).values()))
+    def _finish(self, task: int, calls: OrderedDict[CheckedCall, None]) -> None:
+        _pending.pop((self, task), None)
+        self._judge(list(calls))
 
     def _judge(self, calls: list[CheckedCall]) -> None:
         """The one read. Raises RerunMismatch for the first unit with tensors that differ."""

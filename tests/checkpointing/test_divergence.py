@@ -1,6 +1,7 @@
 """What the check of recomputed tensors notices, and what it must leave alone."""
 
 import copy
+import gc
 import io
 import itertools
 import random
@@ -219,6 +220,15 @@ def test_a_second_backward_and_a_partial_one() -> None:
         assert all(map(torch.equal, first, again))
         torch.autograd.grad(loss, model.units[1].b.bias)  # type: ignore[union-attr]
         assert session.sentinels.checks >= 4
+
+
+def test_a_backward_that_fails_keeps_nothing_to_be_judged() -> None:
+    model = model_of(mlp)
+    model.units[0].a.weight.register_hook(lambda _: 1 / 0)  # type: ignore[union-attr]
+    with attached(model, "recompute"), pytest.raises(ZeroDivisionError):
+        step(model)
+    gc.collect()
+    assert not divergence._pending
 
 
 def test_what_backward_does_not_read_is_no_mismatch() -> None:
