@@ -107,7 +107,6 @@ class _Refinement:
 
     def _solve_until_settled(self) -> None:
         """Solve under corrected bytes until the solver has nothing better to propose, or calls run out."""
-        seen: set[tuple[Choice, ...]] = set()
         for _ in range(ROUNDS_PER_CALL * self.limit):
             proposal = solved(self._within_host(), self.offsets)
             if self.best is not None and not (proposal.feasible and self._is_better(proposal.seconds)):
@@ -115,12 +114,11 @@ class _Refinement:
             checked = self._ask(proposal.choices)
             if checked is None:
                 return
+            leanest = self.leanest
             fits = self._note(proposal.choices, checked)
             observed = self._observed(proposal.choices, checked)
-            key = self._key(proposal.choices)
-            if key in seen and (fits or not proposal.feasible):
-                return
-            seen.add(key)
+            if not fits and not proposal.feasible and self.leanest is leanest:
+                return  # by the model no plan is leaner than this one, and another one was
             if not fits and proposal.feasible:
                 # the stronger of the two corrections puts every plan refused so far out of reach
                 observed = tuple(map(max, self._offsets(proposal.choices), observed))
