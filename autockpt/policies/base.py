@@ -37,6 +37,14 @@ _CALL = nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=6)
+
+
+# Run for real while the compiler traces: what torch.compiler.assume_constant_result does, which imports the compiler.
+_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class Attachment:
     """State of one attached forward. Copied and pickled with its module; ``_cache…`` fields are left behind.
 
@@ -66,7 +74,7 @@ class Attachment:
         """Give a warning, unless this attachment has given one."""
         if not self.warned:
             self.warned = True
-            warnings.warn(text, stacklevel=5)
+            _warn(text)
 
     def as_it_is_now(self, module: nn.Module) -> Any:
         """What calls of a recomputed unit have taught. Where its modules are others by now, that is forgotten."""
