@@ -190,17 +190,6 @@ def test_parameters_that_a_recomputation_changes() -> None:
         step(model)
 
 
-def test_a_second_backward_and_a_partial_one() -> None:
-    model = model_of(mlp)
-    with attached(model, "recompute", sentinels="all") as session:
-        loss = model(BATCH).pow(2).mean()
-        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-        again = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-        assert all(map(torch.equal, first, again))
-        torch.autograd.grad(loss, model.units[1].b.bias)  # type: ignore[union-attr]
-        assert session.sentinels.checks >= 4
-
-
 def test_a_backward_that_fails_keeps_nothing_to_be_judged() -> None:
     model = model_of(mlp)
     model.units[0].a.weight.register_hook(lambda _: 1 / 0)  # type: ignore[union-attr]
