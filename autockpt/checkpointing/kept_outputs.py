@@ -379,8 +379,9 @@ class KeepingFrame(CheckpointFrame):
         self._next = place + 1
         if call.sources is None or outputs is None:
             return None
-        if any(leaf._version != version for leaf, version in outputs):
-            return None
+        for leaf, version in outputs:
+            if leaf._version != version:
+                return None
         if call.function is not function or call.begin != self._filled:
             raise diverged(self.name, f"took another path when it ran again, {function} instead of {call.function}")
         with torch._C.DisableTorchFunction():
