@@ -41,18 +41,19 @@ class Entry(NamedTuple):
     """One buffer or attribute at some time: where it is, and what was in it.
 
     ``content`` is a copy of what can change while the object stays the same; None for objects without such a copy.
+    ``versions`` are the tensor's, or those of what is in a container.
     """
 
     home: dict[str, Any]
     name: str
     value: Any
     content: Any
-    version: int
+    versions: list[int]
 
     @classmethod
     def of(cls, home: dict[str, Any], name: str) -> Entry:
         value = home.get(name, _ABSENT)
-        return cls(home, name, value, _content(value), _version(value))
+        return cls(home, name, value, _content(value), [*map(_version, _members(value))])
 
     @property
     def marks_done(self) -> bool:
@@ -76,18 +77,19 @@ class Entry(NamedTuple):
         if isinstance(self.content, torch.Tensor) and isinstance(now.content, torch.Tensor):
             return self.content.shape != now.content.shape or not torch.equal(self.content, now.content)
         if type(self.value) not in _CONTAINERS:
-            return self.version != now.version
+            return self.versions != now.versions
         if len(self.content) != len(now.content):
             return True
         before, after = (list(c.items() if isinstance(c, dict) else c) for c in (self.content, now.content))
         return any(not _same(a, b) for a, b in zip(before, after, strict=True))
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether tensors were changed in place of which there is no copy: it, or some in a container."""
+    def is_lost(self, buffers: Collection[int]) -> bool:
+        """Whether tensors were changed in place of which there is no copy: it, or some in a container that are no
+        ``buffers`` (by their ids), of which there are."""
         if type(self.value) in _CONTAINERS:
-            return _version(self.content) != self.version
-        return isinstance(self.value, torch.Tensor) and self.content is None and _version(self.value) != self.version
+            pairs = zip(_members(self.content), self.versions, strict=True)
+            return any(_version(member) != then and id(member) not in buffers for member, then in pairs)
+        return self.content is None and _version(self.value) != self.versions[0]
 
     def put(self) -> None:
         """Restore it."""
@@ -120,10 +122,14 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) in _NUMBERS and type(a) is type(b) and a == b)
 
 
+def _members(value: Any) -> Collection[Any]:
+    """What is in a container; of others they themselves."""
+    if type(value) not in _CONTAINERS:
+        return (value,)
+    return value.values() if isinstance(value, dict) else value
+
+
 def _version(value: Any) -> int:
-    """A tensor's, or the sum of those of the tensors in a container."""
-    if type(value) in _CONTAINERS:
-        return sum(map(_version, value.values() if isinstance(value, dict) else value))
     return value._version if type(value) in _PLAIN_TENSORS and not value.is_inference() else 0
 
 
@@ -174,16 +180,16 @@ class ModuleState:
         ``late``: calls since the last one in which this was looked at; 0 in the first ones. Raises ConflictError where
         the forward changed what there is no copy of, or began to count in one of these calls.
         """
-        after = self.take_all()
+        after, buffers = self.take_all(), {id(b) for fields in self.fields for b in fields["_buffers"].values()}
         for key in {**before, **after}:
             if key[1] in _HOOKS:
                 self.lively[key] = (before.get(key) or after[key]).home
                 continue
-            then = before[key] if key in before else after[key]._replace(value=_ABSENT, content=None)
-            now = after[key] if key in after else Entry(then.home, then.name, _ABSENT, None, 0)
+            then = before.get(key) or Entry(after[key].home, after[key].name, _ABSENT, None, [0])
+            now = after.get(key) or Entry(then.home, then.name, _ABSENT, None, [0])
             if then.assigned(now):
                 counts = then.counts_to(now)
-            elif then.is_lost:
+            elif then.is_lost(buffers):
                 raise self._refusal(then, "changes in place, of which no copy is kept")
             elif now.value is not _ABSENT and then.mutated(now):
                 counts = True

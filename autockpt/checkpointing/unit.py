@@ -88,7 +88,7 @@ class CheckpointedUnit:
         if all(map(operator.is_, before, self.parameters())):
             return []
         pairs = zip(self._homes, before, strict=True)
-        return [Entry(home, name, then, None, 0) for (home, name), then in pairs if home.get(name) is not then]
+        return [Entry(home, name, then, None, [0]) for (home, name), then in pairs if home.get(name) is not then]
 
     def lost_memory(self) -> bool:
         """Whether the views that FullyShardedDataParallel puts in the place of parameters have lost their memory."""
