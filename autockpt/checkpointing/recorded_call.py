@@ -74,7 +74,7 @@ _MOST = 64
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 _NUMBERS = (Number, str, Enum, type(None))
 """What tells calls apart by its value, NumPy's numbers among it."""
-_BY_VALUE = (tuple, *_NUMBERS)
+_MAY_BECOME_ONE = (*_NUMBERS, tuple, list, torch.Tensor)
 _NOTHING = nullcontext()
 _KEPT = Position(None)
 _BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
@@ -117,14 +117,11 @@ class RecordedUnit(CheckpointedUnit):
         self.watching, self.keeps, self.scopes = watching, keeps, scopes
         self.everywhere = "within" not in self.scopes.values()
         self.modules = modules = self.state.modules
-        fields = [vars(m) for m in modules]
         places = [(home, n) for m in modules for home in (m._parameters, m._buffers) for n in home]
         # FullyShardedDataParallel puts views of its own in the place of parameters
-        places += [(home, n) for home in fields for n, value in home.items() if isinstance(value, torch.Tensor)]
+        places += [(home, n) for home in self.state.fields for n, v in home.items() if isinstance(v, torch.Tensor)]
         self.weights: list[tuple[dict[str, Any], str]] = places
-        # A scale that is changed from step to step is an argument of an op. No saved tensor's form shows it.
-        self._fields = fields
-        self._numbers = [(home, n) for home in fields for n, value in home.items() if _is_number(value)]
+        self._counts = list[int]()
         self._compares = compares
         self.signatures: dict[Any, Signature] = {}
 
@@ -158,19 +155,26 @@ class RecordedUnit(CheckpointedUnit):
         shared: Any = None
         if len(set(storages)) < len(storages):
             shared = (*map(storages.index, storages), *[tensor.storage_offset() for tensor in tensors])
-        sizes = map(len, self._fields)  # an attribute that is set later may be a number
-        return *rest, self.numbers(), autocast, shared, *map(_kind_of, tensors), *map(_stride_of, tensors), *sizes
+        return *rest, self.numbers(), autocast, shared, *map(_kind_of, tensors), *map(_stride_of, tensors)
 
     def numbers(self) -> tuple[Any, ...]:
-        """Numbers and flags among the modules' attributes, as they are now; of what else is there now the type."""
+        """Numbers and flags among the modules' attributes, as they are now; of what else is there now the type.
+
+        A scale that is changed from step to step is an argument of an op. No saved tensor's form shows it.
+        """
+        fields = self.state.fields
+        if self._counts != (counts := [*map(len, fields)]):  # attributes were set for the first time
+            self._counts = counts
+            self._numbers = [(home, n) for home in fields for n, v in home.items() if isinstance(v, _MAY_BECOME_ONE)]
         values = [home.get(name) for home, name in self._numbers]
-        return tuple([v if type(v) in _EXACT or isinstance(v, _BY_VALUE) else type(v) for v in values])
+        return tuple([v if type(v) in _EXACT or _is_number(v) else type(v) for v in values])
 
     def leave_out_changed(self, before: tuple[Any, ...]) -> None:
         """A forward has ended that began with these numbers: such as it changed, as a counter, tell no calls apart."""
         if before != (now := self.numbers()):
-            triples = zip(self._numbers, before, now, strict=True)
-            self._numbers = [place for place, then, here in triples if then == here]
+            if len(before) == len(now):
+                triples = zip(self._numbers, before, now, strict=True)
+                self._numbers = [place for place, then, here in triples if then == here]
             self.signatures.clear()
 
     def learn(self, known: Signature, recipe: Recipe) -> None:
