@@ -25,7 +25,7 @@ FEWEST = 1  # plans that are ghost-run
 SHARE = 0.02  # of the search's time that all of them may take
 HARDLY_SLOWER = 0.01  # of the step: plans up to that much slower are offered where they leave more room
 NOTABLE_ROOM = 0.03  # of the budget
-UNKNOWN = 0.05  # of the step: nobody can tell what a plan costs whose measured time is that uncertain
+MOST_NOISE = 0.05  # of the step: plans whose measured time is more uncertain are not offered
 KEPT = 64  # ghost runs on record, the latest
 
 
@@ -78,7 +78,8 @@ def plans_around(
 
 
 def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_bytes: int) -> str:
-    """A sentence on the leanest plan that is hardly slower than the best; empty where none has notably more room.
+    """A sentence on the leanest plan that is hardly slower than the best; empty where none has notably more room, or
+    the best one's own time is uncertain.
 
     Measured plans are compared with measured ones. In a simulation the ghost runs of other budgets count as well.
     """
@@ -88,12 +89,12 @@ def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_
     simulated = best.state == "simulated"
     known = [best.score, *(t.score for t in trials if t.score is not None)]
     known += [run.predicted for run in outlook.plans] if outlook is not None and simulated else []
-    near = [score for score in known if score.step_seconds is not None and score.step_seconds <= most]
-    lean = min(near, key=lambda score: score.peak_bytes)
-    room, noise = best.score.peak_bytes - lean.peak_bytes, math.hypot(lean.noise, best.score.noise)
-    if room < NOTABLE_ROOM * budget_bytes or lean.step_seconds is None or noise > UNKNOWN:
+    near = [score for score in known if (score.step_seconds or math.inf) <= most and score.noise <= MOST_NOISE]
+    lean = min(near, key=lambda score: score.peak_bytes, default=best.score)
+    room = best.score.peak_bytes - lean.peak_bytes
+    if room < NOTABLE_ROOM * budget_bytes or lean.step_seconds is None or best.score.noise > MOST_NOISE:
         return ""
-    change = lean.step_seconds / best.score.step_seconds - 1
+    change, noise = lean.step_seconds / best.score.step_seconds - 1, math.hypot(lean.noise, best.score.noise)
     within = f" ± {words.share(noise)}" if noise else ""
     price = f"{words.share(change, signed=True)}{within} of the step time"
     if abs(change) <= noise:
