@@ -37,12 +37,13 @@ _CALL = nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Give a warning. Run for real while the compiler traces."""
     warnings.warn(text, stacklevel=6)
 
 
-# Run for real while the compiler traces: what torch.compiler.assume_constant_result does, which imports the compiler.
-_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# What torch.compiler.assume_constant_result does, which imports the compiler.
+warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Attachment:
@@ -74,7 +75,7 @@ class Attachment:
         """Give a warning, unless this attachment has given one."""
         if not self.warned:
             self.warned = True
-            _warn(text)
+            warn(text)
 
     def as_it_is_now(self, module: nn.Module) -> Any:
         """What calls of a recomputed unit have taught. Where its modules are others by now, that is forgotten."""

@@ -12,7 +12,6 @@ cross-entropy kernels do, e.g. of flash-attention).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from autockpt.checkpointing.replay_context import AutocastState, running_again
 from autockpt.errors import ConflictError, InPlaceError
-from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, is_enabled, is_library
+from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, is_enabled, is_library, warn
 from autockpt.policies.lazy_logits import LazyLogits, Rows, lazy_logits
 
 
@@ -54,15 +53,6 @@ class HeadState(Attachment):
     def warn(self, why: str) -> None:
         """Say once that the logits exist as a whole after all."""
         self.warn_once(_WHOLE.format(unit=self.unit, why=why))
-
-
-def warn_of_graph(unit: str) -> None:
-    """Say that the logits exist as a whole after all, in a graph of the compiler's."""
-    warnings.warn(_WHOLE.format(unit=unit, why="because it is part of a graph of torch.compile"), stacklevel=3)
-
-
-# Run while the compiler traces: what torch.compiler.assume_constant_result does, which imports the compiler.
-warn_of_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class HeadCall(Rows):
@@ -134,7 +124,7 @@ def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: An
     if not is_enabled(state):
         return call_inner(module, state, args, kwargs)
     if torch.compiler.is_compiling():
-        warn_of_graph(state.unit)
+        warn(_WHOLE.format(unit=state.unit, why="because it is part of a graph of torch.compile"))
         return call_inner(module, state, args, kwargs)
     _refuse_parts(module, state.unit, running=True)
     if not goes_row_by_row(module, args, kwargs):
