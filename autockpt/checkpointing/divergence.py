@@ -1,6 +1,6 @@
 """Compare what backward is given with what forward computed: a recomputation that differs must not train.
 
-A unit's calls are checked whole at first and then ever more seldom (``Schedule``). In a checked call every tensor that
+A unit's calls are checked at first and then ever more seldom (``Schedule``). In a checked call every tensor that
 is dropped or moved is fingerprinted when the unit's forward has ended, again just before backward recomputes it if the
 original is still alive, and compared with what backward is given. The verdicts are read once, at the end of that
 backward. Other calls are not looked at, and cost nothing.
@@ -134,6 +134,8 @@ class DivergenceCheck:
             if not unit.checks:
                 lines.append(f"  {name}: not checked yet (no backward went through it, or it is compiled)")
         return "\n".join(lines)
+
+    __repr__ = __str__
 
     def unit(self, name: str) -> UnitCheck:
         """The check of one more attachment."""

@@ -166,16 +166,28 @@ def test_what_goes_wrong_late_is_found_within_the_window(monkeypatch: pytest.Mon
                 step(model)
 
 
+def by_data(bias: Tensor) -> None:
+    bias.data.add_(0.5)
+
+
+def by_a_fused_step(bias: Tensor) -> None:
+    bias.grad = torch.ones(WIDTH)
+    torch.optim.Adam([bias], lr=0.5, fused=True).step()
+
+
 # under `selective` products are kept, so nothing is made again from these weights
 @pytest.mark.parametrize("kind", [*(kind for kind in RERUNNING if kind != "selective"), "remake"], ids=str)
-def test_writes_to_weights_before_backward_that_autograd_does_not_see(kind: Any) -> None:
+@pytest.mark.parametrize("write", [by_data, by_a_fused_step])
+def test_late_writes_to_weights_before_backward_are_found_in_a_checked_call(write: Any, kind: Any) -> None:
     model = model_of(mlp)
-    with attached(model, kind), pytest.raises(AutockptError, match=r"units\.[01]"):
+    with attached(model, kind):
+        for _ in range(3):  # the fourth call is checked
+            step(model)
         loss = model(BATCH).pow(2).mean()
         for unit in model.units:
-            unit.a.bias.grad = torch.ones(WIDTH)
-            torch.optim.Adam([unit.a.bias], lr=0.5, fused=True).step()
-        loss.backward()
+            write(unit.a.bias)
+        with pytest.raises(AutockptError, match=r"units\.[01]"):
+            loss.backward()
 
 
 def test_parameters_that_a_recomputation_changes() -> None:
