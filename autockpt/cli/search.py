@@ -91,7 +91,7 @@ def search(
     choices: str | None = opt("--choices A,B", "Try only these choices: save,recompute. Under FSDP2 gathered is one."),
     storage: str | None = opt(
         "--storage URL",
-        "Optuna storage. Default: an SQLite file in the run's directory. Give a URL with a password by "
+        "Optuna storage. Default: an SQLite file in a measured run's directory. Give a URL with a password by "
         "AUTOCKPT_STORAGE, or keep the password in ~/.pgpass: other users can read command lines.",
         envvar="AUTOCKPT_STORAGE",
     ),

@@ -5,10 +5,12 @@ results/<model>_<device>_<budget>_<hash of the question>/
     run_id             names this run          command.txt       every command line
     environment.json   device and versions     graph.json.gz     the plain step as traced
     plan.yaml          the answer              profile.json      what each choice costs
-    study.db           the Optuna study        outcome.json      what was answered, once the search had ended
+    study.db           the Optuna study *      outcome.json      what was answered, once the search had ended
     outlook.json       ghost runs of other budgets and other jobs, of which nothing was measured
     in_flight.json     plans in whose measurement a process ended, and how often
     report.html        all of it on one page   graph-*.json.gz   the steps of the plan, and of recomputing everything
+
+* Of a measured run: a simulated one asks for few points, and keeps them in memory.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _search(
             if run is not None:
                 run.write_profile(cost_model.profile)
             proposer = SolverProposer(prepared.request, cost_model, target, trials, clock, seeds=prepared.seeds)
-            if run is not None and ALL in proposer.baselines:  # for the page and `explain`; it has just been ghost-run
+            if run is not None and ALL in proposer.baselines:  # for the page; ghost-run as a baseline
                 run.write_graph(cost_model.predictor.graph(proposer.baselines[ALL]), "recompute")
         else:  # steps can only be measured
             assert isinstance(target, Compiled)
