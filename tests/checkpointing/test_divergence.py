@@ -184,7 +184,7 @@ def test_late_writes_to_weights_before_backward_are_found_in_a_checked_call(writ
         for _ in range(3):  # the fourth call is checked
             step(model)
         loss = model(BATCH).pow(2).mean()
-        for unit in model.units:
+        for unit in model.units:  # type: ignore[union-attr]
             write(unit.a.bias)
         with pytest.raises(AutockptError, match=r"units\.[01]"):
             loss.backward()
