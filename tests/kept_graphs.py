@@ -1,7 +1,7 @@
 """Ghost runs of described jobs, each run once for all tests: a graph depends on the job and the plan alone.
 
 tests/tracing holds that, without this. Most of what a search takes in a test is ghost runs, mostly of the same models.
-Models that code makes are traced anew: tests write other code under the same name, and patch what it reads.
+Models that code makes are traced again: tests write other code under the same name, and patch what it reads.
 """
 
 from collections.abc import Mapping

@@ -62,7 +62,7 @@ class Scope:
         self.called = bool(functions)  # one of them, in a checked call; experts may not be called at first
 
     def __reduce__(self) -> tuple[type[Scope], tuple[Any, ...]]:
-        return Scope, (self.functions,)  # a copy learns anew
+        return Scope, (self.functions,)  # a copy learns again
 
 
 class Source(NamedTuple):

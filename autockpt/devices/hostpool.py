@@ -92,7 +92,7 @@ class Pool(Generic[M]):
 
     ``allocate(nbytes)`` makes an area of whole pages, ``area_bytes`` says how large one should be.
     Sizes that no longer occur are given up before more is allocated. Where sizes vary from step to step, as of batches
-    that are padded to their longest sequence, one area holds them all, and is cut up anew whenever nothing is in it;
+    that are padded to their longest sequence, one area holds them all, and is cut up again whenever nothing is in it;
     ``moment`` gives an event after all that reads from it by then. ``use``, shared among pools, is told of all that is
     held, and bounds it. Raises HostBudgetExceeded from ``take`` where it does.
     """
@@ -129,7 +129,7 @@ class Pool(Generic[M]):
         self._sort_returned()
         begins = bool(self._areas) and not any(area.pieces for area in self._areas)
         if begins and (self._varies or not self._free[nbytes]):
-            self._cut_anew()
+            self._cut_again()
         if self._free[nbytes]:
             piece = self._free[nbytes].pop()
             piece.area.pieces += 1
@@ -173,7 +173,7 @@ class Pool(Generic[M]):
     def _with_room(self, nbytes: int) -> _Area[M] | None:
         return next((area for area in self._areas if area.nbytes - area.used >= nbytes), None)
 
-    def _cut_anew(self) -> None:
+    def _cut_again(self) -> None:
         """Nothing is in use: what there is becomes one area, in which a step of any sizes finds room without gaps."""
         together, grown = self.held_bytes, self._varies
         self._empty(self._areas)

@@ -184,7 +184,7 @@ def _in_words() -> Iterator[None]:
         wrapped = (e for e in chained(error) if isinstance(e, AutockptError) and not isinstance(e, DeviceOutOfMemory))
         ours, first = next(wrapped, None), str(error).strip().split("\n")[0]
         if isinstance(error, FailOnRecompileLimitHit):
-            first = "a layer had to be compiled anew more often than torch._dynamo.config.recompile_limit allows"
+            first = "a layer had to be compiled again more often than torch._dynamo.config.recompile_limit allows"
         if ours is None:
             remedy = "Run the step compiled by itself to see all of the error."
             ours = MeasurementError(f"the compiler failed: {first}", remedy=remedy)

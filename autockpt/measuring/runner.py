@@ -177,7 +177,7 @@ class StepRunner:
             times = compiler.times
             self.run_cycle()
         raise MeasurementError(
-            f"the step is still being compiled anew after {SETTLING} cycles",
+            f"the step is still being compiled again after {SETTLING} cycles",
             remedy="Run it with TORCH_LOGS=recompiles to see why, or search without --compile.",
         )
 

@@ -367,7 +367,7 @@ class Session:
     def remove(self) -> None:
         """Take everything off again; the model is as it was. Idempotent.
 
-        Graphs of forwards that have run already keep working, but for choices with ``tiles``.
+        Graphs of forwards that have run already keep working, except under choices with ``tiles``.
         """
         for module, forward in reversed(self.placed):
             if forward.state.active:  # else another plan may be on the module by now
@@ -383,7 +383,7 @@ class Session:
                 self.remove()
                 raise ConflictError(
                     f"{forward.state.unit or 'the model'} has another forward than when the choice was attached first",
-                    remedy="Attach the choices anew.",
+                    remedy="Attach the choices again.",
                 )
             forward.state.active = True
             module.__dict__["forward"] = forward

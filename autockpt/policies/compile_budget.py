@@ -39,7 +39,7 @@ def run_budgeted(module: nn.Module, state: BudgetState, /, *args: Any, **kwargs:
     """
     if state.active and torch.is_grad_enabled():
         if torch.compiler.is_dynamo_compiling():
-            claim(state.fraction)  # not the unit: the compiler would guard on its name, and compile equal layers anew
+            claim(state.fraction)  # not the unit: the compiler would guard on its name, and compile equal layers again
         else:
             state.warn_once(  # of all units in the same words, which Python shows once
                 "layers with a choice compile_budget do not run compiled: they save everything. Compile them (for "

@@ -183,7 +183,7 @@ def _mend(graph: GraphModule, inputs: Any) -> Any:
 
 
 def _refuse_random_numbers(graph: GraphModule) -> None:
-    """The partitioner makes random numbers anew in backward where its budget is below 1 (pytorch#190758, open as of
+    """The partitioner makes random numbers again in backward where its budget is below 1 (pytorch#190758, open as of
     torch 2.15): other masks of dropout, wrong gradients, no error.
     """
     for module in graph.modules():  # graphs within the graph included

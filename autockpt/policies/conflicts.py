@@ -74,7 +74,7 @@ def refuse_capture(device: torch.device, unit: str) -> None:
     if capturing is not None and capturing():
         raise ConflictError(
             f"a CUDA graph is being captured, and {unit} offloads what it saves: replays would copy through host "
-            "memory that is handed out anew in each step",
+            "memory that is handed out again in each step",
             remedy="Use save for units inside of captured graphs.",
         )
 

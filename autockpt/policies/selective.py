@@ -39,7 +39,7 @@ PRODUCTS = frozenset(
 @functools.cache
 def _context_fn(keep: tuple[str, ...]) -> Callable[[], Any]:
     """For PyTorch's checkpoint while the compiler traces a unit. One object for all units that keep the same: the
-    compiler guards on it, and would compile each layer anew."""
+    compiler guards on it, and would compile each layer again."""
     return functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy_in_graph, keep))
 
 
@@ -77,7 +77,7 @@ class ScopeState(Attachment):
 
 class _CompiledInPlace:
     """Takes the scopes off a unit that is compiled in place. In its graph they do nothing, and the compiler would guard
-    on each, so compile every layer anew. ``placed``: what the session placed, these ``scopes`` among it."""
+    on each, so compile every layer again. ``placed``: what the session placed, these ``scopes`` among it."""
 
     def __init__(self, unit: nn.Module, placed: list[Any], scopes: list[Any]) -> None:
         self._unit, self._placed, self._scopes = unit, placed, scopes

@@ -31,7 +31,7 @@ from autockpt.schema.sizes import format_binary
 from autockpt.schema.words import counted
 
 SHOWN = 5  # moves
-# Copies and pickles begin anew, and go by the batch alone: counters of a device cannot be told apart by model.
+# Copies and pickles begin again, and go by the batch alone: counters of a device cannot be told apart by model.
 _OF_THIS_PROCESS = ("adaptive", "_group", "_told")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
@@ -207,7 +207,7 @@ class BatchSets(Session):
 def refuse_compiled(model: nn.Module, sessions: Iterable[Session]) -> None:
     """Raise ConflictError where one of several sets moves what a layer keeps that is compiled.
 
-    What moving does around a layer is compiled anew for every length and set: torch soon gives up on that layer, and
+    What moving does around a layer is compiled again for every length and set: torch soon gives up on that layer, and
     lengths that come later would run without compiled code, slower than any plan promised.
     """
     units = (unit for session in sessions for unit in session.order if unit.choice.kind in MOVING)
@@ -216,7 +216,7 @@ def refuse_compiled(model: nn.Module, sessions: Iterable[Session]) -> None:
     if name is not None:
         raise ConflictError(
             f"`{name}: {moving[name]}` is one of several sets of choices, and the layer is compiled: for every length "
-            "and set torch would compile it anew, until it gives up (torch._dynamo's recompile_limit)",
+            "and set torch would compile it again, until it gives up (torch._dynamo's recompile_limit)",
             remedy="Search with --choices save,recompute; or take one set (autockpt.apply(model, plan.sets[-1]), "
             "without adaptive=); or leave the layers uncompiled.",
         )

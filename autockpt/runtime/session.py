@@ -235,7 +235,7 @@ def _refuse_packed(given: Mapping[str, Any]) -> None:
     if positions is None or positions.dim() != 2 or mask is not None or bool((positions.diff(dim=-1) == 1).all()):
         return
     raise ConflictError(
-        "packed sequences (position_ids that begin anew, no attention_mask) see those before them with use_cache on, "
+        "packed sequences (position_ids that begin again, no attention_mask) see those before them with use_cache on, "
         "and a plan, which switches the cache off, would keep them apart",
         remedy="Pass use_cache=False to the model, without a plan too, to keep them apart; or an attention_mask.",
     )

@@ -87,7 +87,7 @@ def observe(
     Losses, random states after each forward and backward, buffers and gradients; where they change ``weights``, these.
     Buffers, gradients and random states are restored afterwards. ``sketched``: with sketches of losses and gradients,
     and unless ``typed`` is False with the coarsest type, which takes a hook on every module: compiled models are
-    compiled anew under it.
+    compiled again under it.
     """
     digests: dict[str, str] = {}
     norms: dict[str, float] = {}
@@ -169,7 +169,7 @@ def deterministically(run: Callable[[], T]) -> T:
     """What ``run()`` gives under deterministic algorithms: strictly on accelerators, if the step allows it.
 
     Unless it is strict, PyTorch leaves the backward of fused attention as it is, with a warning
-    (``attention_backward.cu`` of torch 2.11 to 2.13). ``run`` begins anew where it has an operation without a
+    (``attention_backward.cu`` of torch 2.11 to 2.13). ``run`` begins again where it has an operation without a
     deterministic kernel, or where CUBLAS_WORKSPACE_CONFIG was not set before the process's first matrix product
     (``alertCuBLASConfigNotDeterministic`` looks once).
     """

@@ -104,10 +104,10 @@ def test_what_is_right_is_proven_and_stays_as_it_is(kind: Any) -> None:
         for _ in range(3):
             assert all(map(torch.equal, step(model), wanted))  # type: ignore[arg-type]
         assert torch.equal(torch.get_rng_state(), before)
-    proof = session.sentinels
-    for unit in proof.units.values():
+    check = session.sentinels
+    for unit in check.units.values():
         assert unit.checks >= 3 and unit.tensors >= 3 and unit.last_step == 3 and not unit.unchecked
-    assert proof.steps == 3 and str(proof.tensors) in str(proof)
+    assert check.steps == 3 and str(check.tensors) in str(check)
 
 
 @pytest.mark.parametrize("kind", ["recompute", "remake", "offload", Segment(size=2)], ids=str)
@@ -253,9 +253,9 @@ def test_other_kinds_of_tensors_are_said_to_be_unchecked() -> None:
     model = model_of(lambda unit, x: Sparse.apply(mlp(unit, x)))
     with attached(model, "recompute") as session:
         step(model)
-    proof = session.sentinels
-    assert all([*unit.unchecked.values()] == [1] for unit in proof.units.values())
-    assert "1 × not checked: a tensor that is no plain one" in str(proof)
+    check = session.sentinels
+    assert all([*unit.unchecked.values()] == [1] for unit in check.units.values())
+    assert "1 × not checked: a tensor that is no plain one" in str(check)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ LAYER = [4, 4, 1, 1, 4, 14, 14, 14, 4]
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 2048), min_size=2, max_size=12), st.booleans())
 def test_memory_for_the_longest_batch_serves_all_others(lengths, bounded):
-    """As batches are that are padded to their longest sequence: pinning memory anew for each costs seconds a step."""
+    """As batches are that are padded to their longest sequence: pinning memory again for each costs seconds a step."""
     made: list[int] = []
     moments = iter(range(100))
 
@@ -98,7 +98,7 @@ def test_memory_for_the_longest_batch_serves_all_others(lengths, bounded):
     assert len(made) - before <= 1 and use.peak <= max(held, held * 9 // 8 + AREA_BYTES)
 
 
-def test_what_is_cut_anew_waits_for_all_that_was_read_from_it():
+def test_what_is_cut_again_waits_for_all_that_was_read_from_it():
     pool = Pool(range, pinned_area, moment=lambda: "all that was read")
     first = pool.take(20 * MIB)
     assert first.ready is None

@@ -60,7 +60,7 @@ def job(context: Context) -> dict[str, Any]:
 
 
 def searches(context: Context) -> dict[str, Any]:
-    """More searches, on smaller models: does each plan, measured anew under its budget as a real limit, keep to it?"""
+    """More searches, on smaller models: does each plan, measured again under its budget as a real limit, keep to it?"""
     given, budgets = context.shapes.searches[context.item.subject]
     task = Task(given, budgets, trials=6, seconds=25)
     found = {budget: _searched(context, task, budget) for budget in budgets}
@@ -178,7 +178,7 @@ def _tried(runner: StepRunner, how: Attach, limit: int | None) -> dict[str, Any]
 def _in_turns(
     runner: StepRunner, rows: Mapping[str, Attach], found: dict[str, dict[str, Any]], budget: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Step times of all rows that fit, under the limit; one that runs out of memory here leaves, and all begin anew."""
+    """Step times of all rows that fit, under the limit; one that runs out of memory leaves, and all begin again."""
     while fitting := {name: rows[name] for name, row in found.items() if row["state"] == "fits"}:
         try:
             with runner.device.limit(budget):

@@ -46,7 +46,7 @@ def pid_of(measurer: WorkerMeasurer) -> int:
 
 
 def test_a_worker_measures_and_survives_failures(start, tmp_path, monkeypatch):
-    """One worker for many questions, because each start imports torch anew."""
+    """One worker for many questions, because each start imports torch again."""
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "12345")
     measurer = start()

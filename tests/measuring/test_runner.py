@@ -225,8 +225,8 @@ def test_each_plan_makes_optimizer_states_where_memory_is_kept(monkeypatch, keep
     for choices in ({}, RECOMPUTE_ALL):
         runner.measure(choices, steps=1)
     some = len(workload.optimizer.state)
-    anew = [0, some, some, some] if keeps else [0, some, some]
-    assert some and found == [*anew, *(anew if keeps else [some, some])]
+    again = [0, some, some, some] if keeps else [0, some, some]
+    assert some and found == [*again, *(again if keeps else [some, some])]
     found.clear()
     runner.compare({"save": {}, "recompute": RECOMPUTE_ALL}, rounds=1)
     assert found == ([0, some, some] * 2 if keeps else [some] * 2)

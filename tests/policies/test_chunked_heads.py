@@ -195,7 +195,7 @@ class Headed(nn.Module):
 
 @pytest.mark.parametrize(("choice", "tensors"), [(ChunkedSoftmax(chunks=2), 1), (ChunkedLoss(tokens=5), 3)])
 def test_sentinels_compare_the_losses_of_each_chunk(choice, tensors):
-    """What was written to unseen; not targets, which plain training's backward reads anew, too."""
+    """What was written to unseen; not targets, which plain training's backward reads again, too."""
     model = Headed()
     with attach(model, {"lm_head": choice}, sentinels="all") as session:
         for written in ("nothing", "targets", "what is kept"):

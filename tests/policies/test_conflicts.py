@@ -110,7 +110,7 @@ def test_hooks_that_are_switched_off_around_a_model(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_copy_of_a_units_attributes_does_not_use_its_weights(kind, hooked):
-    """As the library `higher` makes them: anew, and then attribute by attribute."""
+    """As the library `higher` makes them: again, and then attribute by attribute."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     other, x = nn.Linear(8, 8), torch.randn(4, 8)
     if hooked:

@@ -149,5 +149,5 @@ def begin(model: Any, step: int) -> None:
 @pytest.mark.parametrize("unit", (Scripted, Observed, Normed))
 def test_what_nothing_tells_of(unit: type[nn.Module], kind: str) -> None:
     how: Any = (lambda: nn.Sequential(unit(), unit()), on("01", kind), lambda: torch.randn(4, D), 9)
-    trained(how[0], {}, *how[2:])  # TorchScript compiles anew in its first calls
+    trained(how[0], {}, *how[2:])  # TorchScript compiles again in its first calls
     assert_as_plain(*how, before=begin)

@@ -70,8 +70,8 @@ def sharded(rank: int, folder: str) -> None:
             with attach(model, {"units.0": RECOMPUTE, "units.1": RECOMPUTE}) as session:
                 try:
                     model(torch.randn(4, 8)).sum().backward()
-                    proof = session.sentinels
-                    seen.append(f"{proof.checks} {[*proof.units['units.0'].unchecked]}")
+                    check = session.sentinels
+                    seen.append(f"{check.checks} {[*check.units['units.0'].unchecked]}")
                 except RerunMismatch as error:
                     seen.append(error.message[:26])
     Path(folder, "seen.txt").write_text("\n".join(seen))

@@ -98,7 +98,7 @@ class SplitProposer(Proposer):
     def __post_init__(self) -> None:
         kinds = self.request.space.choices
         self.baselines = baseline_plans(self.layers, kinds)
-        if self.request.compile == "model":  # where every plan is compiled anew, and this one is rarely good
+        if self.request.compile == "model":  # where every plan is compiled again, and this one is rarely good
             self.baselines.pop(EVERY_2, None)
         alike: list[Choice] = [Selective()] if Selective().kind in kinds else []
         alike += [CompileBudget(fraction=f) for f in FRACTIONS] if RECOMPUTE.kind in kinds else []

@@ -40,7 +40,7 @@ class OpSets(Peer):
 
 def policy(attention: bool, matmuls: int) -> Callable[..., CheckpointPolicy]:
     """A policy for one call of a layer. ``matmuls``: 0 none, n the first of every n."""
-    seen: Counter[bool] = Counter()  # by whether the layer runs again: its second run counts anew
+    seen: Counter[bool] = Counter()  # by whether the layer runs again: its second run counts again
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kind = kind_of(op)

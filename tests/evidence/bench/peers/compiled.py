@@ -22,7 +22,7 @@ BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2)
 _Key = tuple[str, CompileMode, str, float]
 _sessions: weakref.WeakKeyDictionary[nn.Module, dict[Any, Session]] = weakref.WeakKeyDictionary()
 _compilers: weakref.WeakKeyDictionary[nn.Module, dict[_Key, Compiler]] = weakref.WeakKeyDictionary()
-# layer -> its forward under recompute: another function every turn would be compiled anew every turn
+# layer -> its forward under recompute: another function every turn would be compiled again every turn
 _recomputed: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
