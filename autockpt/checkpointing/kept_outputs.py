@@ -253,10 +253,8 @@ class KeepingFrame(CheckpointFrame):
         a small op for every function.
         """
         if self._row is None:
-            wanted = (
-                self._layout.catches_functions if self._layout is not None else scope.called or self._late is not None
-            )
-            return FunctionScopes(self, scope) if wanted else None
+            layout, learns = self._layout, scope.called or self._late is not None
+            return FunctionScopes(self, scope) if (learns if layout is None else layout.catches_functions) else None
         for place in range(self._next, len(self._row)):
             call = self._row[place][0]
             if call.scope is scope and call.sources is not None:

@@ -26,7 +26,6 @@ _NUMBERS = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _PLAIN_TENSORS = (torch.Tensor, nn.Buffer)
 _ABSENT: Any = object()
-_NOTHING: AbstractContextManager[Collection[int]] = nullcontext(())
 # `forward`: choices are attached and taken off there
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -53,7 +52,9 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, home: dict[str, Any], name: str) -> Entry:
         value = home.get(name, _ABSENT)
-        return cls(home, name, value, _content(value), [*map(_version, _members(value))])
+        content = _content(value)
+        held = content if type(value) in _CONTAINERS else value  # copies of sets have another order
+        return cls(home, name, value, content, [*map(_version, _members(held))])
 
     @property
     def marks_done(self) -> bool:
@@ -240,7 +241,7 @@ class ModuleState:
         written to then: what is saved of them has to be copied."""
         if entries:
             entries = [e for e in entries if e.name not in _HOOKS or e.home[e.name] != e.content]
-        return self._restored(entries, training, now) if entries or now != training else _NOTHING
+        return self._restored(entries, training, now) if entries or now != training else nullcontext(())
 
     @contextmanager
     def _restored(self, entries: list[Entry], training: list[bool], flags: list[bool]) -> Iterator[Collection[int]]:
