@@ -14,7 +14,7 @@ from autockpt.errors import AutockptError, MeasurementError, TimeLimitReached
 from autockpt.schema import Choice, ResolvedBudget, Trial
 from autockpt.schema.baselines import NONE
 from autockpt.tuning.clock import Clock
-from autockpt.tuning.targets.base import Target
+from autockpt.tuning.targets.base import CHECKS, Target
 from autockpt.tuning.trials import Candidate, Score, Trials
 
 MAX_CRASHES = 2
@@ -98,7 +98,7 @@ class Loop:
             else:
                 # progress counts candidates; in a simulation, which tries one, ghost runs of that
                 steps = max(0, self.max_candidates - self.trials.spent)
-                steps = steps if self.target.scoring.measures else self.target.scoring.checks + 1
+                steps = steps if self.target.scoring.measures else CHECKS + 1
                 self.clock.listener.stage("search", steps)
                 self._try(self.proposer.candidates(self))
                 self.clock.listener.stage("finals")

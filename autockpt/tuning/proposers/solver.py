@@ -26,7 +26,7 @@ from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.proposers.sampler import NEUTRAL, Study, knobs_for, sampler_for
 from autockpt.tuning.refit import Fit, expected_seconds, fit, noise_of, of_known_noise, priced, unseen_bytes
-from autockpt.tuning.targets.base import Target
+from autockpt.tuning.targets.base import CHECKS, Target
 from autockpt.tuning.trials import (
     AS_FAST,
     AS_LEAN,
@@ -88,8 +88,8 @@ class SolverProposer(Proposer):
         Raises InfeasibleError for a budget in bytes that no plan fits, RunDirectoryError for a study that cannot be
         opened, both before any step.
         """
-        lean_calls = min(LEAN_CALLS, max(2, self.target.scoring.checks // 2))
-        baselines, budget, predictor = self.baselines, self.request.budget, self.cost_model.predictor
+        lean_calls, baselines = LEAN_CALLS, self.baselines
+        budget, predictor = self.request.budget, self.cost_model.predictor
         if self.clock.passed(PROFILING):
             lean_calls, baselines = 1, {name: plan for name, plan in baselines.items() if name in (NONE, ALL)}
         self.clock.listener.stage("ghost-run baselines", len(baselines) + lean_calls)
@@ -297,7 +297,7 @@ class SolverProposer(Proposer):
             self.study.enqueue(self._first_points())
             self._refit_due = False
         number, parameters = self.study.ask()
-        choices, fits = self._solved(parameters, self.target.scoring.checks)
+        choices, fits = self._solved(parameters, CHECKS)
         candidate = self._candidate(self.cost_model.plan(choices), f"{KNOBS} #{number}", KNOBS, fits=fits)
         return number, replace(candidate, parameters=parameters)
 
@@ -342,7 +342,7 @@ class SolverProposer(Proposer):
         if HIDDEN_COPIES in self.study.knobs or not any(t.encoding == KNOBS for t in self.trials.scored):
             return False
         predict, problem = self._fit.predict, self.unscaled_problem
-        choices, _ = self._solved({}, self.target.scoring.checks)
+        choices, _ = self._solved({}, CHECKS)
         most = predict(problem, choices) * (1 + AS_FAST)
         fitting = [t for t in of_known_noise(self.trials.scored) if t.feasible and priced(problem, t.choices)]
         known = [(t, seconds) for t in fitting if (seconds := predict(problem, t.choices)) <= most]
@@ -424,7 +424,7 @@ class SolverProposer(Proposer):
         """Whether the solver's plan with copies hidden fits and is the faster one in the simulated step."""
         first, other_first = (solved(self._problem_at(point), {}).choices for point in (hidden, plain))
         self.cost_model.predictor.ahead([first, other_first])
-        choices, fits = self._solved(hidden, self.target.scoring.checks)  # remembered for the plan to propose
+        choices, fits = self._solved(hidden, CHECKS)  # remembered for the plan to propose
         if not fits:
             return False
         seconds, other = self._predict(choices).step_seconds or 0.0, self._predict(other_first)

@@ -18,18 +18,17 @@ from autockpt.schema.plan import NEVER_CALLED
 from autockpt.tuning.traced_model import TracedModel, less_than_asked
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
 
+CHECKS = 8
+"""Ghost runs that refine one candidate, at most."""
+
 
 @dataclass
 class Scoring:
-    """How a target scores candidates: by measured or simulated steps, and with how many ghost runs each.
-
-    Without ``knows_seconds`` its seconds only rank plans and are not shown. At most ``checks`` ghost runs refine one
-    candidate.
-    """
+    """How a target scores candidates: by measured or simulated steps. Without ``knows_seconds`` its seconds only rank
+    plans and are not shown."""
 
     source: PlanStatus = "measured"
     knows_seconds: bool = True
-    checks: int = 8
 
     @property
     def measures(self) -> bool:
