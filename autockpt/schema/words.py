@@ -29,7 +29,7 @@ def seconds(value: float) -> str:
     if value >= 99.95:
         return f"{int(value + 0.5) // 60} min {int(value + 0.5) % 60:02d} s"
     if value >= 0.9995:
-        return f"{value:.3g} s" if value < 10 else f"{value:.1f} s"
+        return f"{three(value)} s"
     return f"{three(value * 1e3)} ms" if value >= 0.9995e-3 or value == 0 else f"{three(value * 1e6)} µs"
 
 
