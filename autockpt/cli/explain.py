@@ -119,7 +119,7 @@ def _heading(answer: Explanation) -> Text:
         text.append(
             f"\nMeasured: {format_bytes(answer.measured_peak)}, a step {words.seconds(answer.measured_seconds)}"
         )
-    text.append(f"\n{words.strip(answer.choices)}  {words.tally(answer.choices)}", style="dim")
+    text.append(f"\n{words.strip_and_tally(answer.choices)}", style="dim")
     return text
 
 

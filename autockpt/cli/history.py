@@ -235,7 +235,7 @@ def print_trial(trial: Trial, console: Console) -> None:
     if trial.parameters:
         found = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.parameters.items())
         console.print(f"\nSolver knobs: {found}", soft_wrap=True)
-    console.print(f"\n{words.strip(trial.choices)}   {words.tally(trial.choices)}")
+    console.print(f"\n{words.strip_and_tally(trial.choices)}")
     for pattern, choice in fold(trial.choices).items():
         console.print(Text(f"  {pattern}: {choice}", style="dim"), soft_wrap=True)
     print_legend(trial.choices.values(), console)

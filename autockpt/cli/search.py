@@ -311,7 +311,7 @@ def _print_plan(outcome: SearchOutcome, plan: Plan, console: Console) -> None:
     where = plan.environment.device.name if plan.environment is not None and plan.status == "simulated" else ""
     status = plan.status + (f" for {where}" if where else "")
     console.print()
-    console.print(Text.assemble(("Plan  ", "bold"), f"{words.strip(choices)}   {words.tally(choices)}, {status}"))
+    console.print(Text.assemble(("Plan  ", "bold"), f"{words.strip_and_tally(choices)}, {status}"))
     for line in choice_lines(plan.choices):
         console.print(Padding.indent(Text(line, style="dim"), 2))
     print_legend(choices.values(), console)
@@ -392,7 +392,7 @@ def print_stages(answer: PipelineAnswer, console: Console) -> None:
             str(stage.layers),
             f"{mark}{format_binary(stage.score.peak_bytes)}",
             words.step_of(stage.score),
-            f"{words.strip(choices)}  {words.tally(choices)}",
+            words.strip_and_tally(choices),
             style="bold" if stage is slowest else None,
         )
     console.print(table)

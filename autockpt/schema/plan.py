@@ -569,7 +569,7 @@ def _done(plan: Plan) -> str:
         choices = {}
     if not choices:  # how many units a pattern names is not known
         return "; ".join(choice_lines(plan.choices)) or "nothing: every unit saves"
-    return f"{words.strip(choices)}   {words.tally(choices)}"
+    return words.strip_and_tally(choices)
 
 
 def _peak(plan: Plan) -> str:

@@ -128,15 +128,20 @@ def strip(choices: Mapping[str, Choice], width: int = 48, units: Iterable[str] =
     return " ".join(f"{letter}×{len(list(run))}" for letter, run in groupby(letters))
 
 
+def strip_and_tally(choices: Mapping[str, Choice]) -> str:
+    """A plan in one line, and what its letters mean: ``RR...   3 save (.), 2 recompute (R)``."""
+    return f"{strip(choices)}   {tally(choices, letters=True)}"
+
+
 def letters(plans: Iterable[Mapping[str, Choice]]) -> list[tuple[str, str]]:
     """The letters that plans in one line may have, each with the name of its choice."""
     kinds = {choice.kind for choices in plans for choice in choices.values()} | {"save"}
     return [(t.letter, kind) for kind, t in CHOICE_TYPES.items() if kind in kinds]
 
 
-def tally(choices: Mapping[str, Choice]) -> str:
-    """``12 recompute, 20 save``: how many units do what, the most first."""
-    counts = Counter(choice.kind for choice in choices.values())
+def tally(choices: Mapping[str, Choice], *, letters: bool = False) -> str:
+    """``12 recompute, 20 save``: how many units do what, the most first; with ``letters`` ``12 recompute (R)``."""
+    counts = Counter(f"{choice.kind} ({choice.letter})" if letters else choice.kind for choice in choices.values())
     if gathered := sum(choice.gathered for choice in choices.values()):
         counts["gathered"] = gathered
     return ", ".join(f"{n} {kind}" for kind, n in counts.most_common())

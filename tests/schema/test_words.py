@@ -9,7 +9,7 @@ from autockpt.schema import Measurement, words
         (0, "0.00 ms"),
         (12e-6, "12.0 µs"),
         (0.0123, "12.3 ms"),
-        (0.9996, "1 s"),
+        (0.9996, "1.00 s"),
         (1.234, "1.23 s"),
         (102, "1 min 42 s"),
         (119.6, "2 min 00 s"),
