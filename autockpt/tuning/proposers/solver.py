@@ -233,7 +233,7 @@ class SolverProposer(Proposer):
 
         Plans that are predicted to be slow are left out.
         """
-        problem = self._problem(self._fit.scale, 0)
+        problem = self._problem(self._fit.scale)
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda *_: True]
         calls = SIMPLE_CALLS * len(kinds)
@@ -252,7 +252,7 @@ class SolverProposer(Proposer):
             yield from () if self.target.scoring.measures else self._simple_candidates()
             return
         hidden = float(best.parameters.get(HIDDEN_COPIES, 0.0))
-        problem = self._problem(self._fit.scale, 0, hidden)
+        problem = self._problem(self._fit.scale, hidden=hidden)
         if not priced(problem, best.choices):
             return
         chosen, alike = {unit.name: SAVE for unit in problem.units} | best.choices, int(AS_LEAN * problem.budget_bytes)
@@ -327,7 +327,7 @@ class SolverProposer(Proposer):
         if best is None or best.score is None or len(candidates) < len(MARGINS):
             return False
         fitted = self._fit
-        optimum = exact(self._problem(fitted.scale, 0))
+        optimum = exact(self._problem(fitted.scale))
         if not optimum.feasible:
             return False
         bound = fitted.predict(self.unscaled_problem, optimum.choices) - fitted.error_seconds
@@ -355,14 +355,18 @@ class SolverProposer(Proposer):
         """Cost coefficients fitted to the trials so far."""
         return fit(self.unscaled_problem, self.trials.scored)
 
-    def _problem(self, prices: Mapping[str, float], free: int, hidden: float = 0.0) -> Problem:
-        """The planning problem at these cost factors, with ``free`` bytes of the budget left unused.
+    def _problem(self, prices: Mapping[str, float], *, margin: float = 0.0, hidden: float = 0.0) -> Problem:
+        """The planning problem at these cost factors; ``margin`` is the share of the budget that is left free.
 
         ``hidden`` is the share of the link's time in forward that hidden copies may take.
         """
-        # a ghost run may hold the budget less the context, and less what ghost runs were seen to miss
-        budget_bytes = self._usable_bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
-        return self.cost_model.problem(budget_bytes - free, prices, hidden=hidden)
+        budget_bytes = self._ghost_budget_bytes - int(self._usable_bytes * margin)
+        return self.cost_model.problem(budget_bytes, prices, hidden=hidden)
+
+    @property
+    def _ghost_budget_bytes(self) -> int:
+        """What a ghost run may hold: the budget less the context, and less what ghost runs were seen to miss."""
+        return self._usable_bytes - self.device.overhead_bytes - unseen_bytes(self.trials.scored)
 
     @property
     def _usable_bytes(self) -> int:
@@ -387,10 +391,11 @@ class SolverProposer(Proposer):
 
     def _problem_at(self, parameters: Parameters) -> Problem:
         """The planning problem with these knobs; ``<kind>_price`` is a factor on the fitted costs."""
-        scale, free = self._fit.scale, int(self._usable_bytes * float(parameters.get("margin", 0.0)))
+        scale = self._fit.scale
         kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | {*scale}
         prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
-        return self._problem(prices, free, float(parameters.get(HIDDEN_COPIES, 0.0)))
+        margin, hidden = (float(parameters.get(name, 0.0)) for name in ("margin", HIDDEN_COPIES))
+        return self._problem(prices, margin=margin, hidden=hidden)
 
     def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
         """The solver's plan with these knobs, and whether its ghost run fits."""
@@ -403,8 +408,7 @@ class SolverProposer(Proposer):
             remembered=self.checks,
         )
         fits_host = problem.host_budget is None or found.checked.host_bytes <= problem.host_budget
-        margin = int(self._usable_bytes * float(parameters.get("margin", 0.0)))
-        return found.choices, fits_host and found.checked.peak_bytes <= problem.budget_bytes + margin
+        return found.choices, fits_host and found.checked.peak_bytes <= self._ghost_budget_bytes
 
     def _first_points(self) -> list[Parameters]:
         """The sampler's first points: the costs as they are, with several margins; before these the point with all
