@@ -2,19 +2,19 @@
 
 A call, of a module or of a function, need not run again if three things are known of it: what it returned, how many
 tensors autograd saved during it, and where each of these comes from. Most come from what the call was given: an input
-or a weight, a view of one, or autocast's cast of one. A recomputation has all of these at hand. The others are the
-call's own, such as attention's sums of exponentials, and are kept with the output. So the recomputation skips the call:
-it fills the frame's next numbers with these tensors, in their order, and goes on with the output. The graph behind the
+or a weight, a view of one, or autocast's cast of one. A recomputation has all of these, too. The others are the call's
+own, such as attention's sums of exponentials, and are kept with the output. So the recomputation skips the call: it
+fills the frame's next numbers with these tensors, in their order, and goes on with the output. The graph behind the
 output is missing then. That only matters to a unit that takes a gradient inside its forward: all of it runs again.
 
 No op is watched: a scope is an ordinary call around a module's forward, or a function mode around modules that call
 attention functions. What cannot be skipped runs again: calls whose output the unit changes in place, that draw random
 numbers, or that save more of their own than a quarter of their output.
 
-Where saved tensors come from is learned in the first calls (``Layout``). In later calls of equal arguments a scope does
-no more than hold its output, and attention runs without a mode: its output is among the tensors that it saves. When the
-forward has ended, it must have saved tensors of the same sizes as the call that was learned from. Otherwise nothing is
-kept of it, and it is learned from again.
+Where saved tensors come from is learned in the first calls (``CallPattern``). In later calls of equal arguments a scope
+does no more than hold its output, and attention runs without a mode: its output is among the tensors that it saves.
+When the forward has ended, it must have saved tensors of the same sizes as the call that was learned from. Otherwise
+nothing is kept of it, and it is learned from again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autockpt.checkpointing.replay_context import current_transform
 from autockpt.checkpointing.unit import CheckpointedUnit
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
-_MOST_LAYOUTS = 16
+_MOST_PATTERNS = 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
 _type_of = operator.attrgetter("shape", "dtype", "requires_grad")
 
@@ -159,7 +159,7 @@ class KeptCall:
             self.leaves = [] if not self.is_needed else found if len(found) == len(self.outputs) else None
 
 
-class Layout:
+class CallPattern:
     """What ``calls`` in scopes, in order, save and return in calls of a unit that save tensors of these ``sizes``.
 
     Of later calls of the unit those are ``followed`` whose output has to be caught, and all others that are met on the
@@ -186,23 +186,23 @@ class KeepingFrame(CheckpointFrame):
     """One call of a unit whose scopes keep outputs, and return them in its recomputation.
 
     What it keeps is ``_caught``, outputs of calls, and ``_wanted``, saved tensors by their number. Both depend
-    on the ``_layout``, which is learned from ``_learning`` where it is not known yet. A frame learns or follows in its
+    on the ``_pattern``, which is learned from ``_learning`` where it is not known yet. A frame learns or follows in its
     forward, and replays from its first recomputation on:
 
     ======  ==================  =====  ========================  =================================  ==================
     state   begins with         _row   _caught                   _wanted                            _noted
     ======  ==================  =====  ========================  =================================  ==================
-    learn   no ``_layout``      None   filled when forward ends  filled when forward ends           a list in each call
+    learn   no ``_pattern``     None   filled when forward ends  filled when forward ends           a list in each call
     follow  a known one         None   an entry for each call    known numbers, filled when saved   None
     replay  a recomputation     list   empty: it is in ``_row``  until the recomputation ends       None
     ======  ==================  =====  ========================  =================================  ==================
 
-    A forward that does not do what its layout says keeps nothing: its recomputation runs every call again, and so does
+    A forward that does not do what its pattern says keeps nothing: its recomputation runs every call again, and so does
     every recomputation after the first.
     """
 
     __slots__ = (
-        *("_caught", "_is_inside", "_key", "_last", "_layout", "_learning", "_next", "_noted", "_row", "_wanted"),
+        *("_caught", "_is_inside", "_key", "_last", "_learning", "_next", "_noted", "_pattern", "_row", "_wanted"),
         "mode",
     )
 
@@ -211,7 +211,7 @@ class KeepingFrame(CheckpointFrame):
         inputs = [_type_of(tensor) for tensor in self._live or () if not tensor.is_nested]
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
         self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
-        self._layout: Layout | None = None if self._late is not None else unit.learned.get(self._key)
+        self._pattern: CallPattern | None = None if self._late is not None else unit.learned.get(self._key)
         self._caught: list[tuple[Any, Output | None]] = []
         self._learning: list[KeptCall] = []
         self._noted: list[torch.Tensor] | None = None  # what is saved in a call that is learned from
@@ -222,10 +222,10 @@ class KeepingFrame(CheckpointFrame):
         self._last: tuple[Any, Any, Any] = None, None, None  # a tensor, a geometry, and the view of it that was made
         self._is_inside = False  # a call in a scope
         self.mode: FunctionScopes | None = None  # is to be entered when ``_until`` is reached
-        if self._layout is not None:
-            self._wanted = dict.fromkeys(self._layout.kept_numbers)
+        if self._pattern is not None:
+            self._wanted = dict.fromkeys(self._pattern.kept_numbers)
         if self._looked_at is not ALL:
-            self._looked_at = ALL if self._layout is None else {*self._wanted, *self._looked_at}
+            self._looked_at = ALL if self._pattern is None else {*self._wanted, *self._looked_at}
 
     # In forward.
 
@@ -236,13 +236,13 @@ class KeepingFrame(CheckpointFrame):
             output = super().run(args, kwargs)
         finally:
             _here.frame = outer
-        layout = self._layout
+        pattern = self._pattern
         if self._row is not None:  # a gradient was taken inside the forward
             self._learning = []
-        elif layout is None:
-            self._layout = self._learn()
-        elif self._sizes != layout.sizes or [function for function, _ in self._caught] != layout.functions:
-            self._layout, self._caught, self._wanted = None, [], {}
+        elif pattern is None:
+            self._pattern = self._learn()
+        elif self._sizes != pattern.sizes or [function for function, _ in self._caught] != pattern.functions:
+            self._pattern, self._caught, self._wanted = None, [], {}
             self._unit.learned.pop(self._key, None)
         return output
 
@@ -253,8 +253,8 @@ class KeepingFrame(CheckpointFrame):
         a small op for every function.
         """
         if self._row is None:
-            layout, learns = self._layout, scope.called or self._late is not None
-            return FunctionScopes(self, scope) if (learns if layout is None else layout.catches_functions) else None
+            pattern, learns = self._pattern, scope.called or self._late is not None
+            return FunctionScopes(self, scope) if (learns if pattern is None else pattern.catches_functions) else None
         for place in range(self._next, len(self._row)):
             call = self._row[place][0]
             if call.scope is scope and call.sources is not None:
@@ -270,11 +270,11 @@ class KeepingFrame(CheckpointFrame):
         """``forward(*args, **kwargs)``, which is a call of ``function``, or what it returned in the first run."""
         if self._is_inside:
             return forward(*args, **kwargs)
-        if self._row is None and (layout := self._layout) is not None:
+        if self._row is None and (pattern := self._pattern) is not None:
             caught = self._caught
             place = len(caught)
             output = forward(*args, **kwargs)
-            held = _held(output) if place < len(layout.holds) and layout.holds[place] else ()
+            held = _held(output) if place < len(pattern.holds) and pattern.holds[place] else ()
             caught[place:] = ((function, held),)  # in the place of calls inside of this one
             return output
         self._is_inside = True
@@ -317,35 +317,35 @@ class KeepingFrame(CheckpointFrame):
                 call.look_at_memory()
         return output
 
-    def _learn(self) -> Layout:
+    def _learn(self) -> CallPattern:
         """The forward has ended. Outputs that it changed, or after which nothing is saved, need not be held."""
         calls, self._learning = self._learning, []
         for call in calls:
             call.settle(len(self._sizes))
             self._wanted |= call.saved
-        layout, layouts = Layout(self._sizes, calls), self._unit.learned
-        pairs = zip(layout.followed, layout.holds, strict=True)
+        pattern, patterns = CallPattern(self._sizes, calls), self._unit.learned
+        pairs = zip(pattern.followed, pattern.holds, strict=True)
         self._caught = [(call.function, call.outputs if holds else ()) for call, holds in pairs]
         for call in calls:
             call.outputs, call.saved = (), {}
         if not any(call.is_ambiguous for call in calls if call.sources is not None):
-            if len(layouts) >= _MOST_LAYOUTS:  # batches without padding have new lengths in every step
-                layouts.clear()
-            layouts[self._key] = layout
-        return layout
+            if len(patterns) >= _MOST_PATTERNS:  # batches without padding have new lengths in every step
+                patterns.clear()
+            patterns[self._key] = pattern
+        return pattern
 
     # In backward.
 
     def _run_again(self, inputs: list[torch.Tensor], exchanged: Sequence[Entry]) -> Any:
         # where a gradient is taken inside the forward, its recomputation needs the whole graph
-        calls = self._layout.calls if self._layout is not None and self._live is None else ()
+        calls = self._pattern.calls if self._pattern is not None and self._live is None else ()
         caught, wanted = self._caught, self._wanted
         # let go of with the tensors that backward gets
         self._row = [
             (call, caught[call.place][1] if call.leaves is None else [wanted[number] for number in call.leaves])
             for call in calls
         ]
-        self._layout, self._caught, self._next = None, [], 0
+        self._pattern, self._caught, self._next = None, [], 0
         outer, inside, _here.frame, self._is_inside = _here.frame, self._is_inside, self, False
         try:
             return super()._run_again(inputs, exchanged)
@@ -391,8 +391,8 @@ class KeepingFrame(CheckpointFrame):
                 value = given[number] if number < len(given) else None
                 if not isinstance(value, torch.Tensor) or (strides is not None and value.stride() != strides):
                     return None  # it lies otherwise in memory
-                same, layout, made = self._last
-                if value is not same or geometry != layout or cast is not None:
+                same, view, made = self._last
+                if value is not same or geometry != view or cast is not None:
                     made = value.detach() if cast is None else _cast(value, cast)
                     if geometry is not None:
                         offset = int(made.storage_offset()) + geometry[2]

@@ -207,7 +207,7 @@ _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Outcome(NamedTuple):
-    """An op's result as a tree of Layout (constants as they are), its FLOPs, and why there is none (``problem``)."""
+    """An op's result as a tree of ``TensorLayout`` (constants as they are) and its FLOPs, or why there is none."""
 
     tree: Any = None
     flops: int = 0
