@@ -92,8 +92,8 @@ class Entry(NamedTuple):
             return any(_version(member) != then and id(member) not in buffers for member, then in pairs)
         return self.content is None and _version(self.value) != self.versions[0]
 
-    def put(self) -> None:
-        """Restore it."""
+    def restore(self) -> None:
+        """The place holds again what it held."""
         if self.value is _ABSENT:
             self.home.pop(self.name, None)
             return
@@ -255,14 +255,14 @@ class ModuleState:
         # other graphs depend on the versions of these
         with _unsafe_preserve_version_counter(written):
             try:
-                self._put(entries, training)
+                self._restore(entries, training)
                 yield {tensor.untyped_storage()._cdata for tensor in written}
             finally:
-                self._put(now, flags)
+                self._restore(now, flags)
 
-    def _put(self, entries: list[Entry], training: list[bool]) -> None:
+    def _restore(self, entries: list[Entry], training: list[bool]) -> None:
         for fields, flag in zip(self.fields, training, strict=True):
             fields["training"] = flag
         with torch.no_grad():
             for entry in entries:
-                entry.put()
+                entry.restore()

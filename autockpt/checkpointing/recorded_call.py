@@ -59,8 +59,8 @@ from autockpt.checkpointing.replay_context import (
     AutocastState,
     autocast_is_on,
     one_at_a_time,
-    put_switches,
     running_again,
+    set_switches,
     switches,
 )
 from autockpt.checkpointing.unit import CallKind, CheckpointedUnit
@@ -413,7 +413,7 @@ class RecordedCall:
         now, unit = switches(), self._unit.name
         alone = _NOTHING if now == recipe.switches else one_at_a_time(unit)  # they belong to the process
         with below, uncast, plain, running_again(unit), torch.enable_grad(), alone:
-            put_switches(recipe.switches, now)
+            set_switches(recipe.switches, now)
             try:
                 for step in steps:
                     made = step.run(values)
@@ -428,7 +428,7 @@ class RecordedCall:
                         if not readers[value]:
                             values.pop(value, None)
             finally:
-                put_switches(now, recipe.switches)
+                set_switches(now, recipe.switches)
         self._stream = stream_of(values[wanted].device)
         return values[wanted]
 

@@ -89,29 +89,29 @@ class ReplayContext:
         now = self._outer
         if self._default_device != now._default_device:
             self._default_device.__enter__()
-        self._block = self.autocast.put()
+        self._block = self.autocast.restore()
         try:
-            self._put(now)
+            self._restore(now)
         except BaseException:
             self.__exit__(None, None, None)
             raise
 
     def __exit__(self, *raised: Any) -> None:
         now, self._outer = self._outer, None
-        now._put(self)
-        self.autocast.take_back(self._block)
+        now._restore(self)
+        self.autocast.undo(self._block)
         if self._default_device != now._default_device:
             self._default_device.__exit__(*raised)
 
-    def _put(self, now: ReplayContext) -> None:
-        self._torch.put_back()
+    def _restore(self, now: ReplayContext) -> None:
+        self._torch.restore()
         for generator, state in self._generators:
             generator.set_state(state)
         if self._python is not None:
             random.setstate(self._python[0])
             if self._python[1] is not None:
                 sys.modules["numpy"].random.set_state(self._python[1])
-        put_switches(self._switches, now._switches)
+        set_switches(self._switches, now._switches)
 
 
 def _python_states() -> tuple[Any, ...]:
@@ -146,28 +146,28 @@ class AutocastState:
     @contextmanager
     def restored(self, *, remembers: bool = False) -> Iterator[None]:
         """As then, and afterwards as now. ``remembers``: a weight that is used several times is cast once."""
-        before = self.put(remembers=remembers)
+        before = self.restore(remembers=remembers)
         try:
             yield
         finally:
-            self.take_back(before)
+            self.undo(before)
 
-    def put(self, *, remembers: bool = False) -> tuple[Any, int, bool]:
-        """Make it as then; what to ``take_back``."""
+    def restore(self, *, remembers: bool = False) -> tuple[Any, int, bool]:
+        """Set it as then; returns what ``undo`` takes."""
         now, depth = self._now(), autocast_depth()
         cache, states = self.key or (now[0], tuple([(kind, False, dtype) for kind, _, dtype in now[1]]))
         # a unit's own block inside of no other remembers nothing beyond its end
         cache = cache and (remembers or (depth == 0 and not self.enabled))
         if (cache, states) != now:
-            _put_autocast(cache, states)
+            _set_autocast(cache, states)
         return now, depth, cache
 
-    def take_back(self, before: tuple[Any, int, bool]) -> None:
-        """Make it as it was before ``put``. A forward may enter autocast by hand (``__enter__``), and a recomputation
+    def undo(self, before: tuple[Any, int, bool]) -> None:
+        """Set it as before ``restore``. A forward may enter autocast by hand (``__enter__``), and a recomputation
         that stops early misses the exit."""
         now, depth, cache = before
         if (now, depth) != (self._now(), autocast_depth()):
-            _put_autocast(*now)
+            _set_autocast(*now)
             for _ in range(autocast_depth(), depth):
                 torch.autocast_increment_nesting()
             for _ in range(depth, autocast_depth()):
@@ -176,7 +176,7 @@ class AutocastState:
                 torch.clear_autocast_cache()
 
 
-def _put_autocast(cache: bool, states: Sequence[tuple[str, bool, torch.dtype]]) -> None:
+def _set_autocast(cache: bool, states: Sequence[tuple[str, bool, torch.dtype]]) -> None:
     for kind, enabled, dtype in states:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
@@ -194,11 +194,11 @@ def switches() -> tuple[Any, ...]:
     return tuple(map(operator.call, _READS))
 
 
-def put_switches(wanted: Sequence[Any], now: Sequence[Any]) -> None:
-    """Make them what they were."""
+def set_switches(wanted: Sequence[Any], now: Sequence[Any]) -> None:
+    """Set all switches, unless they are as wanted ``now``."""
     if wanted != now:
-        for (_, put), value in zip(_SWITCHES, wanted, strict=True):
-            put(value)
+        for (_, write), value in zip(_SWITCHES, wanted, strict=True):
+            write(value)
 
 
 def recomputing() -> str | None:

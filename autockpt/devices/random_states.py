@@ -1,4 +1,4 @@
-"""Random states of all devices in use: the one place that reads them, puts them back and seeds them."""
+"""Random states of all devices in use: the one place that reads, restores and seeds them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TorchStates:
         """The states, on the host, the CPU's first."""
         return [self._cpu, *(state for _, _, state in self._places)]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make them the states that are drawn from."""
         torch.set_rng_state(self._cpu)
         for kind, index, state in self._places:
@@ -53,13 +53,13 @@ class RandomStates:
         self._numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
         self._torch = TorchStates()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Make them the states that are drawn from."""
         random.setstate(self._python)
         if self._numpy is not None:
             generator, state = self._numpy
             generator.set_state(state)
-        self._torch.put_back()
+        self._torch.restore()
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def all_random_states_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        before.put_back()
+        before.restore()
 
 
 def _places_in_use() -> list[tuple[str, int]]:

@@ -23,7 +23,7 @@ from autockpt.workload import Step
 
 
 class LocalMeasurer(Measurer):
-    """Measures a live workload and, on ``close``, puts back all that its steps changed, bit-equal and in place.
+    """Measures a live workload and, on ``close``, restores all that its steps changed, bit-equal and in place.
 
     To be used as a context manager, so that errors and Ctrl-C restore as well: a Ctrl-C while restoring waits until
     that is done. Until then gradients are off the model. On the CPU the copy doubles what weights and optimizer take on

@@ -65,7 +65,7 @@ class StepRunner:
         self._freezer = Freezer()
         optimizer = self.workload.optimizer
         self._states = [] if optimizer is None else [*structure_of(optimizer.state)]
-        self._sessions: dict[str, Session] = {}  # by plan, removed until it is put back
+        self._sessions: dict[str, Session] = {}  # by plan, removed until it is reattached
         self._round = 0  # over all comparisons, so that many short ones balance out as well
         self._steady = False  # whether a cycle has run to its end, so that all optimizer states exist
         self._loss_is_finite = True  # of the first cycle: all others do the same work
@@ -144,7 +144,7 @@ class StepRunner:
             session = without_kv_cache(model) if choices is None else attach(model, choices, host_budget=bound)
             session.in_mid_training()
             session.remove()
-        with session.put_back():
+        with session.reattach():
             yield session
         if not any(choice.kind in MOVING for choice in (choices or {}).values()):  # the host has room for one at a time
             self._sessions[key] = session

@@ -33,7 +33,7 @@ class Snapshot:
         self._undo: list[Undo] = []
         roots = (workload.model, workload.optimizer, workload.scaler, workload.batch, *workload.snapshot)
         try:
-            self._undo.append(RandomStates().put_back)
+            self._undo.append(RandomStates().restore)
             self._undo.append(_storages(nested_tensors(*roots)))
             # one by one: if one fails, those that were parked before must be restored
             for undo in _parked_gradients(workload):
@@ -105,7 +105,7 @@ def _own_state(item: Any) -> Iterator[Undo]:
         yield lambda: item.load_state_dict(saved)
     elif not any(True for _ in nested_tensors(item)):
         raise UsageError(
-            f"the snapshot object of type {type(item).__name__} has no state that can be put back",
+            f"the snapshot object of type {type(item).__name__} has no state that can be restored",
             remedy="Name tensors, modules, optimizers, or objects with state_dict() and load_state_dict().",
         )
 

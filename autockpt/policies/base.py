@@ -99,7 +99,7 @@ def is_enabled(state: Attachment) -> bool:
     is dropped, moved or recomputed would come back without its tangent, or outside of the transform. So they do where a
     program is made of their ops (``torch.export``, ``torch.jit.trace``, ``make_fx``). Inside of a
     ``torch.utils.checkpoint`` of the user's, too: that drops what the unit saves and runs it again as plain training
-    does, without putting back what its forward has changed. Warns once of that.
+    does, without restoring what its forward has changed. Warns once of that.
     """
     if not state.active or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:  # see ``eagerly``
         return False
@@ -373,7 +373,7 @@ class Session:
             if forward.state.active:  # else another plan may be on the module by now
                 take_off(module, forward)
 
-    def put_back(self) -> Self:
+    def reattach(self) -> Self:
         """Attach again what was removed, the very same objects: a compiler finds the code that it made for them.
 
         In a ``with`` it is removed again at the end. Raises ConflictError where something else is attached now.

@@ -1,7 +1,7 @@
 """Several sets of choices on one model: at each forward the batch that comes in says which one acts.
 
-Every set is a session of its own, attached once and then removed and put back as a whole. What runs again in backward
-puts back the set that it ran under, and afterwards the one that acted; nothing else of a backward asks which one does.
+Every set is a session of its own, attached once and then removed and reattached as a whole. A recomputation restores
+the set that the forward ran under, and afterwards the one that acted. Nothing else of a backward asks which one does.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ class BatchSets(Session):
     def _act(self, number: int) -> None:
         if number != self.acting and self.guard.active:  # unless the plan was taken off in between
             self.sessions[self.acting].remove()
-            self.acting = -1  # none of them, where this one cannot be put back
+            self.acting = -1  # none of them, where this one cannot be reattached
             if number >= 0:
-                self.sessions[number].put_back()
+                self.sessions[number].reattach()
                 self.acting = number
 
     def _agreed(self, module: nn.Module, number: int) -> int:
@@ -251,6 +251,6 @@ def attach_sets(
         refuse_compiled(model, made.sessions)
         made.order = [unit for session in made.sessions for unit in session.order]
         look_after(model, made).sets = made
-        made.sessions[made.acting].put_back()
+        made.sessions[made.acting].reattach()
         undo.pop_all()  # no error came, so it stays
     return made

@@ -162,7 +162,7 @@ def kept_state(model: nn.Module) -> Iterator[None]:
             for home, name, buffer, before in buffers:
                 home[name] = buffer
                 buffer.copy_(before)
-        random_states.put_back()
+        random_states.restore()
 
 
 def deterministically(run: Callable[[], T]) -> T:

@@ -220,7 +220,7 @@ def _mistakes(step: Step) -> Iterator[tuple[str, str]]:
         if optimizer is None and not step.snapshot:
             yield (
                 "full_step was given without naming what else it changes",
-                "Name optimizers, schedulers, scalers, ... in snapshot=(...), so that they can be put back.",
+                "Name optimizers, schedulers, scalers, ... in snapshot=(...), so that they can be restored.",
             )
     if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "param_groups")):
         what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"

@@ -103,7 +103,7 @@ def test_real_plans_keep_their_promise(name):
     assert all(p.grad is None for p in work.model.parameters())
 
 
-def test_a_live_workload_is_measured_here_and_put_back():
+def test_a_live_workload_is_measured_here_and_restored():
     work = workload(optimizer=None)
     before = {n: t.clone() for n, t in work.model.state_dict().items()}
     report = verify(Plan(choices={"**": RECOMPUTE}), work, steps=1)

@@ -65,7 +65,7 @@ def mlp(unit: Any, x: Tensor) -> Tensor:
 
 
 def unrepeatable(unit: Any, x: Tensor) -> Tensor:
-    """What no state that anybody could put back explains."""
+    """What no state that could be restored explains."""
     return mlp(unit, x * (1 + random.SystemRandom().random()))
 
 

@@ -164,7 +164,7 @@ def test_chunks_of_a_model_of_the_users_own(make, kind):
     assert_as_plain(lambda: Answer(Blocks(), make), on(PARTS, kind), batch, 1, sentinels="all")
 
 
-def test_a_cache_that_cannot_be_put_back_is_refused_at_the_call():
+def test_a_cache_that_cannot_be_restored_is_refused_at_the_call():
     class Mine(DynamicCache):
         pass
 

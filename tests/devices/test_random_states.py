@@ -14,15 +14,15 @@ def drawn() -> tuple[object, ...]:
 def test_what_is_drawn_repeats_itself():
     before = RandomStates()
     first = drawn()
-    before.put_back()
+    before.restore()
     assert drawn() == first
-    before.put_back()
+    before.restore()
     with all_random_states_kept():
         drawn()
     assert drawn() == first
 
 
-def test_every_device_of_a_kind_in_use_is_put_back(accelerator):
+def test_every_device_of_a_kind_in_use_is_restored(accelerator):
     assert len(TorchStates().tensors) == 1  # nothing but the CPU is in use
     accelerator.opened = True
     with all_random_states_kept():

@@ -109,7 +109,7 @@ def test_weights_that_no_backward_needs_are_freed_as_without_a_plan(tmp_path: Pa
     assert on_ranks(leaves_weights_as_without_it, tmp_path) == []
 
 
-def gathers_again_once_put_back(rank: int) -> list[str]:
+def gathers_again_once_reattached(rank: int) -> list[str]:
     """Which compiled layers are freed in a forward with gradients, as with several sets of choices that take turns."""
     model = sharded("fsdp2", 2)
     session = attach(model, dict.fromkeys(NAMES, GATHERED))
@@ -117,15 +117,15 @@ def gathers_again_once_put_back(rank: int) -> list[str]:
         layer.compile(backend="eager")
     session.remove()
     model(torch.ones(8, WIDTH)).sum().backward()
-    session.put_back()
+    session.reattach()
     model(torch.ones(8, WIDTH))
     return [name for name in NAMES if isinstance(model.get_submodule(name).up.weight, DTensor)]
 
 
 @pytest.mark.slow
 @needs_gloo
-def test_compiled_layers_put_back_are_gathered_again(tmp_path: Path) -> None:
-    assert on_ranks(gathers_again_once_put_back, tmp_path) == []
+def test_compiled_layers_reattached_are_gathered_again(tmp_path: Path) -> None:
+    assert on_ranks(gathers_again_once_reattached, tmp_path) == []
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_gradients_are_those_of_compiled_steps(choice: Any) -> None:
 
 
 @pytest.mark.parametrize(("keep", "again"), [(["mlp.up"], 2), (["**"], 0)])
-def test_scopes_stay_off_where_a_plan_is_put_back(keep: list[str], again: int) -> None:
+def test_scopes_stay_off_where_a_plan_is_reattached(keep: list[str], again: int) -> None:
     model, products = three_layers(), list[int]()
     for layer in model.layers:
         layer.own = nn.Parameter(torch.ones(16, 16))  # with ** its layer is a scope itself
@@ -100,7 +100,7 @@ def test_scopes_stay_off_where_a_plan_is_put_back(keep: list[str], again: int) -
         layer.compile(backend=compiler, fullgraph=True)
     model(torch.randn(4, 16)).square().mean().backward()
     session.remove()
-    with session.put_back():
+    with session.reattach():
         model(torch.randn(4, 16)).square().mean().backward()
     session.remove()
     assert products == [PRODUCTS + again]

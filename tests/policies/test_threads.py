@@ -1,4 +1,4 @@
-"""Backward of several graphs in several threads at once: what one puts back for a second run is not another's."""
+"""Backward of several graphs in several threads at once: what one restores for a recomputation is not another's."""
 
 import functools
 import threading

@@ -28,7 +28,7 @@ Step = Callable[[nn.Module, Any], Tensor]
 
 
 class Tally(logging.Filter):
-    """Counts what runs, second runs too: what is a logger's is no state of the model, and not put back after them."""
+    """Counts what runs, recomputations too. A logger's state is none of the model's, and not restored after them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -200,7 +200,7 @@ def test_threads_that_need_two_sets_take_turns() -> None:
         return torch.autograd.grad(model(**batch(length), use_cache=False).loss, parameters)
 
     wanted = [gradients_of(length) for length in (64, 16)]
-    reading, writing = os.pipe()  # objects would be put back, as all that a unit changes in its second run
+    reading, writing = os.pipe()  # objects would be restored, as all that a unit changes in its recomputation
     with apply(model, sets(32, 128, of=(RECOMPUTE, parse_choice("selective")))) as handle:
         acting: Any = handle._session
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_attached_leaves_the_model_as_it_was() -> None:
         apply(model, sets(16, 64))
 
 
-def test_a_set_that_cannot_be_put_back_is_an_error_in_each_forward() -> None:
+def test_a_set_that_cannot_be_reattached_is_an_error_in_each_forward() -> None:
     model = LLAMA.make()
     with apply(model, sets(16, 64)):
         model.model.layers[0].forward = partial(model.model.layers[0].forward)

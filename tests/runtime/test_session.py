@@ -53,16 +53,16 @@ def test_twice_is_a_conflict_and_leaves_the_first_in_place():
             pass
 
 
-def test_what_was_removed_is_put_back_by_the_same_objects():
+def test_what_was_removed_is_reattached_by_the_same_objects():
     model = LLAMA.make()
     session = attach(model, {layers()[0]: RECOMPUTE, layers()[1]: OFFLOAD})
     forwards = {path: m.__dict__["forward"] for path, m in model.named_modules() if "forward" in m.__dict__}
     session.remove()
     assert not any("forward" in m.__dict__ for m in model.modules())
     with attach(model, {layers()[2]: RECOMPUTE}), raises(ConflictError):
-        session.put_back()
+        session.reattach()
     assert not any("forward" in m.__dict__ for m in model.modules())
-    session.put_back()
+    session.reattach()
     assert {p: m.__dict__["forward"] for p, m in model.named_modules() if "forward" in m.__dict__} == forwards
     assert_equal(train(model, LLAMA), plain(LLAMA))
     session.remove()

@@ -21,7 +21,7 @@ each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 class Unrepeatable(Block):
-    """What it computes depends on how often it ran, and nothing that could be put back says how often that was."""
+    """What it computes depends on how often it ran, and nothing that could be restored says how often that was."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + (time.monotonic_ns() - _START) * 1e-6)

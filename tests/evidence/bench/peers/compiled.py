@@ -98,7 +98,7 @@ def _attached(model: nn.Module, key: _Key, choices: Mapping[str, Choice] | None)
         known[plan] = without_kv_cache(model) if choices is None else attach(model, choices)
         known[plan].in_mid_training()
         known[plan].remove()
-    return known[plan].put_back()
+    return known[plan].reattach()
 
 
 def compile_seconds(model: nn.Module) -> float:
