@@ -49,13 +49,13 @@ class StopRecomputation(Exception):
 class CheckpointFrame:
     """One call of ``unit``. ``forward`` is called with the arguments, now and in each recomputation.
 
-    ``turn`` makes a context manager that restores the set of choices active in forward, for plans with several sets. It
-    is entered around each recomputation. Inputs are held by ``hold``.
+    ``restored_set`` makes a context manager around each recomputation, which restores the set of choices active in
+    forward, for plans with several sets. Inputs are held by ``hold``.
     """
 
     # What the slots hold.
     # The call, for each recomputation:
-    #   _unit, _forward, _turn          whose call it is, what is called, and in which context
+    #   _unit, _forward, _restored_set  whose call it is, what is called, and in which context
     #   _template, _inputs, _trains     the arguments: their structure, the tensors as held, which of these train
     #   _parameters, _versions          the unit's parameters, and their versions in forward
     #   _context, _before, _training    random state and modes; attributes as they were before; training flags
@@ -77,8 +77,8 @@ class CheckpointFrame:
     # garbage collector looks through everything.
     __slots__ = (
         *("_before", "_chosen", "_compared", "_context", "_filled", "_forward", "_inputs", "_late", "_learned"),
-        *("_live", "_looked_at", "_observer", "_parameters", "_shared", "_sizes", "_template"),
-        *("_to_end", "_training", "_trains", "_turn", "_unit", "_until", "_values", "_versions"),
+        *("_live", "_looked_at", "_observer", "_parameters", "_restored_set", "_shared", "_sizes", "_template"),
+        *("_to_end", "_training", "_trains", "_unit", "_until", "_values", "_versions"),
         "name",
     )
 
@@ -88,10 +88,10 @@ class CheckpointFrame:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        turn: Callable[[], AbstractContextManager[Any]] | None = None,
+        restored_set: Callable[[], AbstractContextManager[Any]] | None = None,
         hold: Callable[[list[torch.Tensor]], list[Held]] = hold,
     ) -> None:
-        self._unit, self.name, self._forward, self._turn = unit, unit.name, forward, turn
+        self._unit, self.name, self._forward, self._restored_set = unit, unit.name, forward, restored_set
         live: list[torch.Tensor] = []
         generators: list[torch.Generator] = []
         self._live: list[torch.Tensor] | None = live  # until the forward is over
@@ -102,7 +102,7 @@ class CheckpointFrame:
             self._late = late = kind.schedule.next()
             self._inputs = hold(live)
             self._versions = [parameter._version for parameter in parameters if parameter is not None]
-            self._context = ReplayContext(kind.places, generators, late is not None or unit.draws_in_python)
+            self._context = ReplayContext(kind.accelerators, generators, late is not None or unit.draws_in_python)
         except RuntimeError as error:
             known = isinstance(error, RecursionError | CannotBeCopied)
             if known or any(word in str(error) for word in ("nference", "capture")):
@@ -255,7 +255,7 @@ class CheckpointFrame:
         args, kwargs = unflatten(self._template, inputs)
         with (
             running_again(unit.name),
-            nullcontext() if self._turn is None else self._turn(),
+            nullcontext() if self._restored_set is None else self._restored_set(),
             unit.state.restored([*self._before, *exchanged], self._training, unit.training()) as self._shared,
             self._context,
             # hooks in any case: backward may have been called inside a forward whose own hooks are in force

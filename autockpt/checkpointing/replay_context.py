@@ -40,41 +40,41 @@ _READS = [read for read, _ in _SWITCHES]
 _CPU = torch.device("cpu")
 _PATIENCE = 120.0  # seconds
 _here = threading.local()
-_turn = threading.RLock()
+_lock = threading.RLock()
 
-Place = tuple[str, int]
+Accelerator = tuple[str, int]
 """A kind of accelerator, and its index."""
 
 
-def accelerators_of(tensors: Iterable[torch.Tensor | None]) -> list[Place]:
+def accelerators_of(tensors: Iterable[torch.Tensor | None]) -> list[Accelerator]:
     """Where a forward on these tensors may draw random numbers, besides the CPU."""
     devices = [t.device for t in tensors if t is not None and not (t.is_cpu or t.is_meta)]
     return sorted({(device.type, device.index or 0) for device in devices})
 
 
 class ReplayContext:
-    """Made before a forward. ``places``: the accelerators on which it may draw random numbers; ``generators``: random
-    generators among its arguments; ``python``: it may draw from Python's or NumPy's.
+    """Made before a forward, which may draw random numbers on these ``accelerators``, by ``generators`` among its
+    arguments, and with ``python`` by Python's or NumPy's generator.
     """
 
     __slots__ = (
-        *("_block", "_default_device", "_generators", "_outer", "_places", "_python", "_switches", "_torch"),
+        *("_accelerators", "_block", "_default_device", "_generators", "_outer", "_python", "_switches", "_torch"),
         "autocast",
     )
 
-    def __init__(self, places: Sequence[Place], generators: Sequence[torch.Generator], python: bool) -> None:
-        self._places = places
-        self._torch = TorchStates(places)
+    def __init__(self, accelerators: list[Accelerator], generators: Sequence[torch.Generator], python: bool) -> None:
+        self._accelerators = accelerators
+        self._torch = TorchStates(accelerators)
         self._generators = [(generator, generator.get_state()) for generator in generators] if generators else ()
         self._python = _python_states() if python else None
-        self.autocast = AutocastState(["cpu", *{kind for kind, _ in places}] if places else ["cpu"])
+        self.autocast = AutocastState(["cpu", *{kind for kind, _ in accelerators}] if accelerators else ["cpu"])
         # where tensors are made by default: a function mode decides, and asking for it takes long
         self._default_device = torch.get_default_device() if _get_current_function_mode_stack() else _CPU
         self._switches = switches()
 
     def now(self) -> TorchStates:
         """PyTorch's random states as they are by now."""
-        return TorchStates(self._places)
+        return TorchStates(self._accelerators)
 
     def forget_python_unless_drawn(self) -> bool:
         """The forward has ended: whether it drew from Python's or NumPy's generator. If not, they are dropped."""
@@ -85,7 +85,7 @@ class ReplayContext:
     def __enter__(self) -> None:
         """As before the forward, and afterwards as now."""
         generators = [generator for generator, _ in self._generators]
-        self._outer: Any = ReplayContext(self._places, generators, self._python is not None)
+        self._outer: Any = ReplayContext(self._accelerators, generators, self._python is not None)
         now = self._outer
         if self._default_device != now._default_device:
             self._default_device.__enter__()
@@ -228,7 +228,7 @@ class running_again:
 def one_at_a_time(unit: str) -> Iterator[None]:
     """Random states and switches belong to the process: what one thread restores for a recomputation is not for
     another's. Raises ConflictError after long, as where a recomputation waits for a backward in another thread."""
-    if not _turn.acquire(timeout=_PATIENCE):
+    if not _lock.acquire(timeout=_PATIENCE):
         raise ConflictError(
             f"{unit} cannot run: another thread has been recomputing units for {_PATIENCE:.0f} s",
             remedy="Call backward in one thread at a time, or use `save` or `offload` on units that call it.",
@@ -236,4 +236,4 @@ def one_at_a_time(unit: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _turn.release()
+        _lock.release()

@@ -22,7 +22,7 @@ from autockpt.checkpointing.fingerprint import Layout, layout_of, probe_of
 from autockpt.checkpointing.frame import CheckpointFrame
 from autockpt.errors import InPlaceError
 
-Place = tuple[int, Layout]
+_Key = tuple[int, Layout]
 
 
 class SegmentCalls:
@@ -34,7 +34,7 @@ class SegmentCalls:
 
     def begin(self) -> None:
         """A forward of the whole model begins: forget the one before."""
-        self._returned: dict[Place, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[SegmentFrame], int]] = {}
+        self._returned: dict[_Key, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[SegmentFrame], int]] = {}
 
     end = begin
 
@@ -45,16 +45,16 @@ class SegmentCalls:
         """A call has returned ``output``."""
         call = weakref.ref(frame)
         for number, tensor in enumerate(tensors_of(output)):
-            if (place := _place_of(tensor)) is not None:
-                self._returned[place] = weakref.ref(tensor.untyped_storage()), tensor._version, call, number
+            if (key := _key_of(tensor)) is not None:
+                self._returned[key] = weakref.ref(tensor.untyped_storage()), tensor._version, call, number
 
     def hold(self, tensors: list[torch.Tensor]) -> list[Held]:
         """Hold inputs of a call: by the calls that returned them, where there are any."""
         return [self._returned_by(tensor) or hold([tensor])[0] for tensor in tensors]
 
     def _returned_by(self, tensor: torch.Tensor) -> _Returned | None:
-        place = _place_of(tensor) if self._returned else None
-        if place is None or (known := self._returned.get(place)) is None:
+        key = _key_of(tensor) if self._returned else None
+        if key is None or (known := self._returned.get(key)) is None:
             return None
         storage, version, frame_ref, number = known
         frame = frame_ref()  # None where its graph was freed
@@ -110,7 +110,7 @@ class SegmentFrame(CheckpointFrame):
             self._calls.recomputed.clear()
 
 
-def _place_of(tensor: torch.Tensor) -> Place | None:
+def _key_of(tensor: torch.Tensor) -> _Key | None:
     """What tells a plain tensor from every other that is alive; None for other kinds, which are held."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if not plain or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():

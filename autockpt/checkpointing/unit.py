@@ -13,7 +13,7 @@ from torch import nn
 
 from autockpt.checkpointing.divergence import FIRST_CALLS, LONGEST, Schedule, UnitCheck
 from autockpt.checkpointing.module_state import Entry, ModuleState
-from autockpt.checkpointing.replay_context import Place, accelerators_of
+from autockpt.checkpointing.replay_context import Accelerator, accelerators_of
 
 _type_of = operator.attrgetter("dtype", "requires_grad", "device")
 _training = operator.itemgetter("training")
@@ -23,13 +23,13 @@ class CallKind:
     """Calls that are alike in types, gradients, devices and modes. Sizes do not count: batches without padding have a
     new length in each step.
 
-    ``places``: the accelerators that they run on. ``indices``: numbers of the small tensors of indices that they save.
+    They run on these ``accelerators``. ``indices``: numbers of the small tensors of indices that they save.
     ``is_steady``: two recordings of one signature were the same; ``misses``: so often calls turned out to do something
     else (``recorded_call``).
     """
 
-    def __init__(self, schedule: Schedule, places: list[Place]) -> None:
-        self.schedule, self.places = schedule, places
+    def __init__(self, schedule: Schedule, accelerators: list[Accelerator]) -> None:
+        self.schedule, self.accelerators = schedule, accelerators
         self.indices = set[int]()
         self.is_steady, self.misses = False, 0
 
@@ -64,10 +64,10 @@ class CheckpointedUnit:
         """The kind of a call with these inputs."""
         key = (self.module.training, *map(_type_of, tensors))
         if (kind := self._kinds.get(key)) is None:
-            places = accelerators_of([*tensors, *self.parameters()])
+            accelerators = accelerators_of([*tensors, *self.parameters()])
             # after many calls so many go unchecked that none of the few measured ones is
             schedule = Schedule(1, LONGEST) if self.is_measured else Schedule(FIRST_CALLS, self.gap)
-            kind = self._kinds[key] = CallKind(schedule, places)
+            kind = self._kinds[key] = CallKind(schedule, accelerators)
         return kind
 
     def has_same_modules(self) -> bool:

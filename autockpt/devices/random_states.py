@@ -23,24 +23,23 @@ def seed(device: torch.device, number: int) -> None:
 
 
 class TorchStates:
-    """The states of PyTorch's generators as they are now: the CPU's, and those of ``places``, which are kinds of
-    accelerators with an index; of None those of every accelerator in use. They lie on the host; errors are the
-    backends' own."""
+    """The states of PyTorch's generators as they are now: the CPU's, and those of ``accelerators``, each a kind and an
+    index (None: all in use). They lie on the host; errors are the backends' own."""
 
-    def __init__(self, places: Iterable[tuple[str, int]] | None = None) -> None:
+    def __init__(self, accelerators: Iterable[tuple[str, int]] | None = None) -> None:
         self._cpu = torch.get_rng_state()
-        wanted = _places_in_use() if places is None else places
-        self._places = [(kind, index, torch.get_device_module(kind).get_rng_state(index)) for kind, index in wanted]
+        wanted = _accelerators_in_use() if accelerators is None else accelerators
+        self._states = [(kind, index, torch.get_device_module(kind).get_rng_state(index)) for kind, index in wanted]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The states, on the host, the CPU's first."""
-        return [self._cpu, *(state for _, _, state in self._places)]
+        return [self._cpu, *(state for _, _, state in self._states)]
 
     def restore(self) -> None:
         """Make them the states that are drawn from."""
         torch.set_rng_state(self._cpu)
-        for kind, index, state in self._places:
+        for kind, index, state in self._states:
             torch.get_device_module(kind).set_rng_state(state, index)
 
 
@@ -72,7 +71,7 @@ def all_random_states_kept() -> Iterator[None]:
         before.restore()
 
 
-def _places_in_use() -> list[tuple[str, int]]:
+def _accelerators_in_use() -> list[tuple[str, int]]:
     modules = {kind: torch.get_device_module(kind) for kind in kinds_in_use()}
     return [
         (kind, index)

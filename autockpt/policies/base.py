@@ -53,8 +53,8 @@ class Attachment:
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
     could not be taken off because somebody wrapped it is made inert by ``active = False``. Where something else is
     handed to backward than forward saved, the session sets a ``check`` over it (``has_check``). ``as_it_is``: before a
-    module of PyTorch's own, which the compiler does not take on by itself. ``turn`` makes a context manager that
-    restores the set of choices active in forward, for plans with several sets; it is left behind, too.
+    module of PyTorch's own, which the compiler does not take on by itself. ``restored_set`` makes a context manager for
+    recomputations, which restores the set of choices active in forward; it is left behind, too.
     """
 
     has_check: ClassVar[bool] = False
@@ -66,7 +66,7 @@ class Attachment:
         self.unbound: Callable[..., Any] | None = None
         self.active, self.as_it_is, self.warned = True, False, False
         self._cache_unit: Any = None
-        self.turn: Callable[[], AbstractContextManager[None]] | None = None
+        self.restored_set: Callable[[], AbstractContextManager[None]] | None = None
 
     def switch(self, on: bool) -> None:
         """The forward is this attachment's from now on, or no longer."""
@@ -89,7 +89,7 @@ class Attachment:
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: None if k.startswith("_cache") or k == "turn" else v for k, v in self.__dict__.items()}
+        return {k: None if k.startswith("_cache") or k == "restored_set" else v for k, v in self.__dict__.items()}
 
 
 def is_enabled(state: Attachment) -> bool:

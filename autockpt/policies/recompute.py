@@ -100,7 +100,7 @@ run_as_it_is(recompute_in_graph)
 
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The unit's forward, recomputed in backward. Errors as ``run_recomputed``."""
-    frame = state.frame(state.as_it_is_now(module), inner_of(module, state), args, kwargs, state.turn)
+    frame = state.frame(state.as_it_is_now(module), inner_of(module, state), args, kwargs, state.restored_set)
     try:
         return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:

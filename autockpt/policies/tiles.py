@@ -83,10 +83,10 @@ def _of_forward(module: nn.Module, state: TileState, casts: AutocastState, part:
 
 def _refuse_mixing(module: nn.Module, state: TileState, casts: AutocastState, few: Tensor) -> None:
     """Raise ConflictError where every second of a few rows gives something else than among the others."""
-    places = accelerators_of([few])
-    before = TorchStates(places)
+    used = accelerators_of([few])
+    before = TorchStates(used)
     whole = _of_forward(module, state, casts, few)
-    drawn = any(not torch.equal(a, b) for a, b in zip(before.tensors, TorchStates(places).tensors, strict=True))
+    drawn = any(not torch.equal(a, b) for a, b in zip(before.tensors, TorchStates(used).tensors, strict=True))
     part = _of_forward(module, state, casts, _in_a_row(few)[..., 1::2, :])
     wanted = _in_a_row(whole)[..., 1::2, :]
     apart = (wanted.double() - part.double()).norm() / wanted.double().norm().clamp(min=1e-30)

@@ -107,7 +107,7 @@ class BatchSets(Session):
             self._told = True
             for number, session in enumerate(self.sessions):
                 for _, forward in session.placed:
-                    forward.state.turn = partial(self._turn, number)
+                    forward.state.restored_set = partial(self._restored_set, number)
         size = batch_size(module, args, kwargs)
         tokens = 1 if size is None else max(1, size.tokens)
         chosen, promised = self._for(size)
@@ -122,7 +122,7 @@ class BatchSets(Session):
         return self.sessions[chosen].listeners
 
     @contextmanager
-    def _turn(self, number: int) -> Iterator[None]:
+    def _restored_set(self, number: int) -> Iterator[None]:
         """Have a set act while something of it is recomputed. What that is in the middle of, a forward or another
         recomputation, goes on by the set that it began with. One thread at a time recomputes (``one_at_a_time``)."""
         before = self.acting
