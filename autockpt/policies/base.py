@@ -28,7 +28,7 @@ from autockpt.checkpointing.divergence import DivergenceCheck, UnitCheck
 from autockpt.checkpointing.replay_context import current_transform
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies.compiling import run_as_it_is
+from autockpt.policies.compiling import skip_frame
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import fold, strip_prefixes
 
@@ -47,14 +47,14 @@ warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Attachment:
-    """State of one attached forward. Copied and pickled with its module; ``_cache…`` fields are left behind.
+    """State of one attached forward. Copied and pickled with its module, without ``_cache…`` and ``restored_set``.
 
     ``inner`` is the forward that the instance had before (None: its class's), ``unbound`` the same as a function of the
     module where it can be had: a library's wrapper around ours may end up on a copy of the module. An attachment that
-    could not be taken off because somebody wrapped it is made inert by ``active = False``. Where something else is
-    handed to backward than forward saved, the session sets a ``check`` over it (``has_check``). ``as_it_is``: before a
-    module of PyTorch's own, which the compiler does not take on by itself. ``restored_set`` makes a context manager for
-    recomputations, which restores the set of choices active in forward; it is left behind, too.
+    could not be taken off because somebody wrapped it is made inert by ``active = False``. ``uncompiled``: before a
+    module of PyTorch's own, which the compiler takes on only as a part of what is around it. Where something else is
+    handed to backward than forward saved (``has_check``), the session sets a ``check``; of a plan with several sets it
+    sets ``restored_set``, a context manager for recomputations, which restores the set active in forward.
     """
 
     has_check: ClassVar[bool] = False
@@ -64,7 +64,7 @@ class Attachment:
         self.unit = unit
         self.inner: Callable[..., Any] | None = None
         self.unbound: Callable[..., Any] | None = None
-        self.active, self.as_it_is, self.warned = True, False, False
+        self.active, self.uncompiled, self.warned = True, False, False
         self._cache_unit: Any = None
         self.restored_set: Callable[[], AbstractContextManager[None]] | None = None
 
@@ -77,15 +77,15 @@ class Attachment:
             self.warned = True
             warn(text)
 
-    def as_it_is_now(self, module: nn.Module) -> Any:
-        """What calls of a recomputed unit have taught. Where its modules are others by now, that is forgotten."""
+    def current_unit(self, module: nn.Module) -> Any:
+        """What was learned from calls of a recomputed unit; forgotten where its modules are others by now."""
         unit = self._cache_unit
         if unit is None or unit.module is not module or not unit.has_same_modules():
             unit = self._cache_unit = self.new_unit(module)
         return unit
 
     def new_unit(self, module: nn.Module) -> Any:
-        """A unit of which calls have taught nothing yet."""
+        """A unit of which nothing was learned yet."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class _UncompiledForward(AttachedForward):
         return self.func(module, state, *args, **kwargs)
 
 
-run_as_it_is(_UncompiledForward.__call__)
+skip_frame(_UncompiledForward.__call__)
 
 
 def _called(caller: nn.Module, module: nn.Module, unit: str) -> nn.Module:
@@ -335,7 +335,7 @@ class Session:
         state.inner = inner = module.__dict__.get("forward")
         if isinstance(inner, AttachedForward) or (isinstance(inner, MethodType) and inner.__self__ is module):
             state.unbound = inner.__func__
-        forward = (_UncompiledForward if state.as_it_is else AttachedForward)(run, module, state)
+        forward = (_UncompiledForward if state.uncompiled else AttachedForward)(run, module, state)
         module.__dict__["forward"] = forward
         self.placed.append((module, forward))
         state.switch(True)

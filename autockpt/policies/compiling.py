@@ -40,10 +40,10 @@ def compiled_by(compiler: Any) -> Iterator[Any]:
         set_compiler(before)
 
 
-def run_as_it_is(function: F, *, calls: bool = True) -> F:
-    """Leave a function, and what it ``calls``, uncompiled where it is called from between two graphs.
+def skip_frame(function: F, *, calls: bool = True) -> F:
+    """Have the compiler skip the frames of a function, and of what it ``calls``, between two graphs.
 
-    Where it can be part of a graph it is. What ``torch.compiler.disable`` does to a function is never part of one.
+    Where the function can be part of a graph it is.
     """
     # by code object: torch.compiler.disable wraps a function instead, which is then never a part of a graph
     eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def eagerly(run: F, *, recursive: bool = True, reason: str | None = None, warnin
 
     # Where the compiler has given up on what calls this (recompile_limit) it is called for real, and the compiler would
     # take on what is in it: in the first of two runs, not in the second.
-    run_as_it_is(run, calls=recursive)
+    skip_frame(run, calls=recursive)
     # The compiler counts how often a code object was compiled: each function needs its own.
     outside.__code__ = outside.__code__.replace(co_name=run.__name__)
     return functools.wraps(run)(outside)  # type: ignore[return-value]

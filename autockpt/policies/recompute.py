@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled
-from autockpt.policies.compiling import claim, outside_graphs, run_as_it_is, traces_backward
+from autockpt.policies.compiling import claim, outside_graphs, skip_frame, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.saving import keep_identity
 from autockpt.policies.tiles import attach_tiles
@@ -95,12 +95,12 @@ def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any
 
 
 # Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
-run_as_it_is(recompute_in_graph)
+skip_frame(recompute_in_graph)
 
 
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The unit's forward, recomputed in backward. Errors as ``run_recomputed``."""
-    frame = state.frame(state.as_it_is_now(module), inner_of(module, state), args, kwargs, state.restored_set)
+    frame = state.frame(state.current_unit(module), inner_of(module, state), args, kwargs, state.restored_set)
     try:
         return frame.run(args, kwargs)
     except (RuntimeError, AssertionError) as error:
@@ -114,4 +114,4 @@ _recompute_between_graphs = outside_graphs(
 
 # Between two graphs the compiler would take on what autograd calls for each saved tensor.
 for _hook in (CheckpointFrame.pack, CheckpointFrame.unpack, CheckpointFrame.repack):
-    run_as_it_is(_hook)
+    skip_frame(_hook)

@@ -25,7 +25,7 @@ from autockpt.checkpointing.replay_context import autocast_depth, sequence_nr
 from autockpt.errors import ConflictError
 from autockpt.interpreter import patched
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled, modules_named
-from autockpt.policies.compiling import compiled_by, outside_graphs, run_as_it_is
+from autockpt.policies.compiling import compiled_by, outside_graphs, skip_frame
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.saving import keep_identity
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake
@@ -60,7 +60,7 @@ class Watching(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # not wrapped by torch, which costs more than looking at an op
 
-    @partial(run_as_it_is, calls=False)
+    @partial(skip_frame, calls=False)
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with compiled_by(None) as compiler:  # else it would take on what is called here
             if compiler or self._is_changed(func, args):
@@ -89,20 +89,20 @@ class Watching(TorchDispatchMode):
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 
-class Learnt:
-    """What units' calls have taught, by name and choice; None outside of ``recipes_known``."""
+class Learned:
+    """What was learned from calls of units, by name and choice; None outside of ``recipes_known``."""
 
     units: ClassVar[dict[Any, RecordedUnit] | None] = None
 
 
 def recipes_known(known: dict[Any, RecordedUnit]) -> AbstractContextManager[None]:
-    """Go by ``known`` inside, and add to it what is learnt: for plans that are traced one after the other. One
+    """Go by ``known`` inside, and add to it what is learned: for plans that are traced one after the other. One
     recording of each unit is enough, and none is compared with a later one."""
-    return patched(Learnt, "units", known)
+    return patched(Learned, "units", known)
 
 
 class RemakeState(Attachment):
-    """A unit's attachment, with what its calls taught about it."""
+    """A unit's attachment, with what was learned from its calls."""
 
     has_check: ClassVar[bool] = True
 
@@ -113,7 +113,7 @@ class RemakeState(Attachment):
 
     def new_unit(self, module: nn.Module) -> RecordedUnit:
         """See ``Attachment``."""
-        known, key = Learnt.units, (self.unit, self._choice)
+        known, key = Learned.units, (self.unit, self._choice)
         if known is not None and key in known:
             return known[key]
         scopes, watching = _scopes(PlannedUnit(self.unit, module, self._choice)), partial(Watching, self.unit)
@@ -146,7 +146,7 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
     """
     if not is_enabled(state):
         return call_inner(module, state, args, kwargs)
-    call = RecordedCall(state.as_it_is_now(module), args, kwargs)
+    call = RecordedCall(state.current_unit(module), args, kwargs)
     before = sequence_nr()
     try:
         output = call.run(inner_of(module, state), args, kwargs)
@@ -160,7 +160,7 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
 
 # Between two graphs the compiler would take on what autograd calls for each saved tensor.
 for _hook in (RecordedCall.pack, RecordedCall.hold, RecordedCall.unpack):
-    run_as_it_is(_hook)
+    skip_frame(_hook)
 
 
 def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:

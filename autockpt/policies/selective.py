@@ -23,7 +23,7 @@ from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Sc
 from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, modules_named, take_off
-from autockpt.policies.compiling import run_as_it_is
+from autockpt.policies.compiling import skip_frame
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Selective
@@ -71,7 +71,7 @@ class ScopeState(Attachment):
 
     def __init__(self, unit: str, module: nn.Module, functions: frozenset[Any] | None) -> None:
         super().__init__(unit)
-        self.as_it_is = type(module).__module__.startswith("torch.")
+        self.uncompiled = type(module).__module__.startswith("torch.")
         self.scope = Scope(functions)
 
 
@@ -108,7 +108,7 @@ def run_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any
 
 
 # Between two graphs the compiler would take on what torch calls for each function.
-run_as_it_is(FunctionScopes.__torch_function__)
+skip_frame(FunctionScopes.__torch_function__)
 
 
 def attach_selective(unit: PlannedUnit, session: Session) -> None:
