@@ -31,8 +31,8 @@ SMALL_BYTES = 16 << 10
 class OffloadedCall:
     """What one forward of one unit moved off a device.
 
-    ``before`` is the group whose forward ran before this one's; backward comes to it next. Where copies run beside
-    compute, fetching before the bytes are needed pays.
+    ``before`` is the call whose forward ran before this one's; backward comes to it next. Where copies run alongside
+    compute, storages are fetched before they are needed.
     """
 
     def __init__(self, unit: str, device: torch.device, before: OffloadedCall | None, transport: Transport) -> None:
@@ -54,7 +54,7 @@ class OffloadedCall:
             storage.handle.settle()
 
     def enter(self) -> None:
-        """Backward reads from this group: bring it back and the one before it; the one behind it is done with."""
+        """Backward reads from this call: fetch it and the one before it; release the one after it."""
         before = self._before() if self._before is not None else None
         if not self._entered:
             self._entered = True
@@ -67,7 +67,7 @@ class OffloadedCall:
             before.fetch()
 
     def fetch(self) -> None:
-        """Start bringing back what backward has not had yet."""
+        """Start to fetch what backward has not read yet."""
         if self.transport.copy_queues and not self._fetched:
             self._fetched = True
             for storage in reversed(self.alive()):
@@ -81,7 +81,7 @@ class OffloadedCall:
             storage.waiting = storage.users
 
     def _leave(self) -> None:
-        """Let go of what came back and was not needed, as in a backward towards some inputs only."""
+        """Release what was fetched and not needed, as in a backward towards some inputs only."""
         self._entered = self._fetched = False
         for storage in self.alive():
             storage.handle.release()
@@ -90,13 +90,13 @@ class OffloadedCall:
 class OffloadedStorage:
     """One storage that left the device. ``users`` packed tensors look into it, ``waiting`` of them in this backward."""
 
-    def __init__(self, tensor: torch.Tensor, group: OffloadedCall) -> None:
+    def __init__(self, tensor: torch.Tensor, call: OffloadedCall) -> None:
         self._probe, self._version = probe_of(tensor), tensor._version
-        self.group = group
+        self.call = call
         self.users = self.waiting = 0
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        self.handle = group.transport.send(whole)
-        group.storages.append(weakref.ref(self))
+        self.handle = call.transport.send(whole)
+        call.storages.append(weakref.ref(self))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the bytes sent are still those of ``tensor``, which looks into the same memory."""
@@ -105,8 +105,8 @@ class OffloadedStorage:
     def bytes_for_one_user(self) -> torch.UntypedStorage:
         """The storage on the device. When every user got it, the handle lets its own copy go."""
         if not self.waiting:
-            self.group.start_over()
-        self.group.enter()
+            self.call.start_over()
+        self.call.enter()
         storage = self.handle.get().untyped_storage()
         self.waiting -= 1
         if not self.waiting:
@@ -128,7 +128,7 @@ class OffloadedTensor:
     def unpack(self) -> torch.Tensor:
         """As ``Holder.unpack``."""
         if self._probe._version != self._version:
-            what = f"that {self._storage.group.unit} saved"
+            what = f"that {self._storage.call.unit} saved"
             raise InPlaceError.of(self._layout[1], self._probe._version, self._version, what)
         if self._entry is not None:
             self._entry.look_again()
@@ -149,13 +149,13 @@ class OffloadHooks:
 
     def __init__(
         self,
-        group: OffloadedCall,
+        call: OffloadedCall,
         outside: Iterable[torch.Tensor],
         module: nn.Module,
         observer: CheckedCall | None,
         hidden: torch.Tensor | None,
     ) -> None:
-        self._group, self._module, self._observer, self._moved = group, module, observer, 0
+        self._call, self._module, self._observer, self._moved = call, module, observer, 0
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._hidden = id(hidden)
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
@@ -178,7 +178,7 @@ class OffloadHooks:
             return False
         return (
             tensor.layout is torch.strided
-            and tensor.device == self._group.device
+            and tensor.device == self._call.device
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
             and tensor.untyped_storage().nbytes() >= SMALL_BYTES
             and tensor.untyped_storage()._cdata not in self._outside
@@ -210,7 +210,7 @@ class OffloadHooks:
         # Handles keep the source storage alive until `settle()`, which comes after this forward: until then no other
         # storage has its address.
         if storage is None or not storage.holds(tensor):
-            storage = OffloadedStorage(tensor, self._group)
+            storage = OffloadedStorage(tensor, self._call)
             self._seen[address] = weakref.ref(storage)
         return storage
 

@@ -31,67 +31,68 @@ MOVING = ("offload", "recompute_offload")
 _WHY = "moves what autograd saves by way of hooks"
 
 
-class Pipeline:
-    """The order of offloaded forwards in one model, and the transports they share.
+class OffloadSchedule:
+    """When the device memory of offloaded calls is given up, and the transports that all calls in one model share.
 
-    With copies beside compute a group is settled when the forward of the unit ``window`` places behind it has ended, so
-    that its copies have had that long; else when its own forward has. In backward each group fetches the one before it.
+    A call is settled when its forward has ended. Where copies run alongside compute that waits until the forward of the
+    unit ``window`` places later has ended, so that its copies have had that long. In backward each call fetches the one
+    before it.
     """
 
     def __init__(self, transports: Transports) -> None:
         self._make = transports
-        # the way off a device; raises MeasurementError for kinds of device that have none
+        # the transport of a device; raises MeasurementError for kinds of device that have none
         self.transport: Callable[[torch.device, Tier], Transport] = functools.cache(transports)
-        self.ends: set[int] = set()  # places of units of other choices at whose end some are settled
+        self.ends: set[int] = set()  # places of units of other choices after whose forward some are settled
         self.begin()
 
-    def __reduce__(self) -> tuple[type[Pipeline], tuple[OffloadTransports]]:
-        # streams and mapped files stay behind; the usual transports do for copies, and wherever this is loaded
-        return Pipeline, (self._make if isinstance(self._make, OffloadTransports) else OffloadTransports(),)
+    def __reduce__(self) -> tuple[type[OffloadSchedule], tuple[OffloadTransports]]:
+        # streams and mapped files are not copied; copies and loaded pickles use the usual transports
+        return OffloadSchedule, (self._make if isinstance(self._make, OffloadTransports) else OffloadTransports(),)
 
     def begin(self) -> None:
         """A forward of the whole model begins: its units are not neighbours of an earlier forward's."""
         self.last: OffloadedCall | None = None
         self._unsettled: list[tuple[OffloadState, OffloadedCall]] = []  # whose forwards have ended
 
-    def close(self, state: OffloadState, group: OffloadedCall) -> None:
+    def close(self, state: OffloadState, call: OffloadedCall) -> None:
         """A unit's forward has ended."""
-        self.passed(state.place)
-        self.last = group
-        if group.transport.copy_queues:
-            self._unsettled.append((state, group))
+        self.settle_due(state.place)
+        self.last = call
+        if call.transport.copy_queues:
+            self._unsettled.append((state, call))
         else:
-            group.settle()
+            call.settle()
 
-    def passed(self, place: int) -> list[OffloadedCall]:
-        """The forward of the unit at ``place`` has ended: let go of the device memory of groups that had their time.
-        Those of units that are not before it ran in an earlier round through the same units."""
-        done = [group for state, group in self._unsettled if state.due <= place or state.place >= place]
-        self._unsettled = [(state, group) for state, group in self._unsettled if group not in done]
-        for group in done:
-            group.settle()
+    def settle_due(self, place: int) -> list[OffloadedCall]:
+        """The forward of the unit at ``place`` has ended: settle the calls that are due. Calls of units that are not
+        before it ran in an earlier round through the same units."""
+        done = [call for state, call in self._unsettled if state.due <= place or state.place >= place]
+        self._unsettled = [(state, call) for state, call in self._unsettled if call not in done]
+        for call in done:
+            call.settle()
         return done
 
     def end(self) -> None:
         """The model's forward has ended."""
-        self.passed(sys.maxsize)
+        self.settle_due(sys.maxsize)
 
 
-class PassedState(Attachment):
-    """The attachment of a unit at whose end others are settled; ``place`` is its own in the order of all units."""
+class SettlingState(Attachment):
+    """The attachment of a unit after whose forward others are settled; ``place`` is its own among all units."""
 
-    def __init__(self, unit: str, pipeline: Pipeline, place: int) -> None:
+    def __init__(self, unit: str, schedule: OffloadSchedule, place: int) -> None:
         super().__init__(unit)
-        self.pipeline, self.place = pipeline, place
+        self.schedule, self.place = schedule, place
 
 
-class OffloadState(PassedState):
-    """An offloaded unit's attachment. ``due`` is the place of the unit at whose end its copies are waited for."""
+class OffloadState(SettlingState):
+    """An offloaded unit's attachment. ``due`` is the place of the unit after whose forward its calls are settled."""
 
     has_check: ClassVar[bool] = True
 
-    def __init__(self, unit: str, pipeline: Pipeline, place: int, due: int, tier: Tier) -> None:
-        super().__init__(unit, pipeline, place)
+    def __init__(self, unit: str, schedule: OffloadSchedule, place: int, due: int, tier: Tier) -> None:
+        super().__init__(unit, schedule, place)
         self.due = due
         self.tier: Tier = tier
         self._cache_buffers: list[dict[str, torch.Tensor | None]] | None = None
@@ -104,11 +105,11 @@ class OffloadState(PassedState):
 
 @outside_graphs("offload` or `recompute_offload", _WHY)
 def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwargs: Any) -> Any:
-    """The unit's forward; where gradients are enabled, what it saves goes off the device.
+    """The unit's forward; where gradients are enabled, what it saves leaves the device.
 
     Around a recompute that is its inputs. Parameters, buffers, small tensors and tensors from outside stay, the first
     floating-point argument (the hidden state) does not. Tensors of subclasses (DTensor, FP8 of torchao or Transformer
-    Engine) stay, too, with a warning: what they hold beside one plain memory is theirs. Raises ConflictError while a
+    Engine) stay, too, with a warning: what they hold besides one storage is not known. Raises ConflictError while a
     CUDA graph is captured, MeasurementError where the other side is full, and in backward InPlaceError where a saved
     tensor was changed in place.
     """
@@ -120,11 +121,11 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         hidden = next((t for t in tensors if t.is_floating_point()), None)
         device = device_of(module) if hidden is None else hidden.device
         refuse_capture(device, state.unit)
-        pipeline = state.pipeline
-        group = OffloadedCall(state.unit, device, pipeline.last, pipeline.transport(device, state.tier))
+        schedule = state.schedule
+        call = OffloadedCall(state.unit, device, schedule.last, schedule.transport(device, state.tier))
         observer = state.check.observer()
         outside = [t for t in tensors if t is not hidden] + state.buffers(module)
-        offloading = OffloadHooks(group, outside, module, observer, hidden)
+        offloading = OffloadHooks(call, outside, module, observer, hidden)
         keep_identity()
         back = functools.partial(unpack, unit=state.unit)
         try:
@@ -135,7 +136,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
             raise
         if observer is not None:
             _forward_ended(observer)
-        pipeline.close(state, group)
+        schedule.close(state, call)
         return output
 
 
@@ -143,19 +144,19 @@ def attach_offload(unit: PlannedUnit, session: Session) -> None:
     choice, order = unit.choice, session.order
     assert isinstance(choice, Offload | RecomputeOffload)
     refuse_modules(unit.module, unit.name, nn.RReLU)
-    pipeline = next((known for known in session.listeners if isinstance(known, Pipeline)), None)
-    if pipeline is None:
-        pipeline = Pipeline(session.transports)
-        session.listeners.append(pipeline)
+    schedule = next((known for known in session.listeners if isinstance(known, OffloadSchedule)), None)
+    if schedule is None:
+        schedule = OffloadSchedule(session.transports)
+        session.listeners.append(schedule)
     place = order.index(unit)
     due = min(place + choice.window, len(order) - 1)
-    session.place(unit.module, run_offloaded, OffloadState(unit.name, pipeline, place, due, choice.tier))
+    session.place(unit.module, run_offloaded, OffloadState(unit.name, schedule, place, due, choice.tier))
     device = device_of(unit.module)
     # a device that nothing can be moved off is refused now, not in the middle of training
-    transport = pipeline.transport(torch.device("cpu") if device.type == "meta" else device, choice.tier)
-    if transport.copy_queues and due not in pipeline.ends and order[due].choice.kind not in MOVING:
-        pipeline.ends.add(due)
-        session.place(order[due].module, run_then_settle, PassedState(order[due].name, pipeline, due))
+    transport = schedule.transport(torch.device("cpu") if device.type == "meta" else device, choice.tier)
+    if transport.copy_queues and due not in schedule.ends and order[due].choice.kind not in MOVING:
+        schedule.ends.add(due)
+        session.place(order[due].module, run_then_settle, SettlingState(order[due].name, schedule, due))
 
 
 def attach_recompute_offload(unit: PlannedUnit, session: Session) -> None:
@@ -165,20 +166,20 @@ def attach_recompute_offload(unit: PlannedUnit, session: Session) -> None:
 
 
 @outside_graphs("offload", _WHY)
-def run_then_settle(module: nn.Module, state: PassedState, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a unit so many places behind an offloaded one: when it has ended that one's copies must be done,
-    and when its backward begins they start to come back."""
+def run_then_settle(module: nn.Module, state: SettlingState, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a unit ``window`` places after an offloaded one: when it has ended, that one's copies must be
+    done. When its backward begins, they start to come back."""
     output = call_inner(module, state, args, kwargs)
-    if state.active and (groups := state.pipeline.passed(state.place)):
+    if state.active and (calls := state.schedule.settle_due(state.place)):
         node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
         if node is not None:
-            for group in groups:
-                node.register_prehook(functools.partial(_fetch, weakref.ref(group)))
+            for call in calls:
+                node.register_prehook(functools.partial(_fetch, weakref.ref(call)))
     return output
 
 
-def _fetch(group: weakref.ref[OffloadedCall], gradients: Any) -> None:
-    if (alive := group()) is not None:
+def _fetch(call: weakref.ref[OffloadedCall], gradients: Any) -> None:
+    if (alive := call()) is not None:
         alive.fetch()
 
 

@@ -150,7 +150,7 @@ def test_nothing_leaks_without_backward():
 
 
 def test_memory_is_given_back_while_the_forward_runs():
-    """With copies beside compute a group stays until the next unit has run; without, it goes at once."""
+    """Where copies run alongside compute, storages stay until the next unit has run; elsewhere they go at once."""
 
     def body(unit, x):
         return (x * unit.weight).sin().exp().cos()
