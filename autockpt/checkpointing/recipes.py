@@ -45,8 +45,8 @@ def laid_out(tensor: torch.Tensor, view: Geometry | None) -> torch.Tensor:
     return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])  # type: ignore[operator]
 
 
-class Step:
-    """An op of a recipe. ``outputs``: which of its results is which value; ``reads``: values, once for each use."""
+class Instruction:
+    """An op of a program. ``outputs``: which of its results is which value; ``reads``: values, once for each use."""
 
     __slots__ = ("_args", "_func", "_kwargs", "_takes", "outputs", "reads")
 
@@ -91,11 +91,11 @@ class Source(NamedTuple):
 
 
 class Program:
-    """The steps that lead to one value, in order, and what they begin with. ``reads``: how often each value is read."""
+    """The instructions that make one value, in order, and their sources. ``reads``: how often each value is read."""
 
-    def __init__(self, steps: list[Step], sources: list[Source]) -> None:
-        self.steps, self.sources = steps, sources
-        self.reads = Counter([value for step in steps for value in step.reads])
+    def __init__(self, instructions: list[Instruction], sources: list[Source]) -> None:
+        self.instructions, self.sources = instructions, sources
+        self.reads = Counter([value for each in instructions for value in each.reads])
         self.cells = tuple([source.number for source in sources if source.kind == "cell"])
 
 
@@ -149,7 +149,7 @@ class Planner:
         self.recipe = recipe = Recipe()
         recipe.is_dynamic, recipe.switches = record.is_dynamic, record.switches
         self._small, self._ops = small, [event for event in record.timeline if isinstance(event, Op)]
-        self._compiled: dict[Any, Step] = {}
+        self._compiled: dict[Any, Instruction] = {}
         self._needed = set[int]()  # ops of any program
         self._tapped: list[tuple[Value, Tap]] = []
         self._numbers: dict[Value, int] = {}
@@ -283,14 +283,14 @@ class Planner:
             base = self._kept[read.value][1] if read.value in self._kept else read.value.geometry
             return Take(self._number(read.value), _relative(read.geometry, base))
 
-        def step(op: Op) -> Step:
+        def compiled(op: Op) -> Instruction:
             # programs share it where they find the same of what it reads in cells
             key = op, *[read in self._kept for read in op.reads]
             if key not in self._compiled:
-                self._compiled[key] = Step(op, take, self._numbers)
+                self._compiled[key] = Instruction(op, take, self._numbers)
             return self._compiled[key]
 
-        return Program([step(op) for op in self._ops if id(op) in needed], list(sources.values()))
+        return Program([compiled(op) for op in self._ops if id(op) in needed], list(sources.values()))
 
     def _content(self, record: OpRecorder) -> list[str]:
         """What the call did, in lines: equal for calls that save the same, and make what they drop by the same ops from

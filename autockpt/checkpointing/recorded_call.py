@@ -54,7 +54,7 @@ from autockpt.checkpointing.arguments import Held, hold, unpack
 from autockpt.checkpointing.divergence import FIRST_CALLS, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
-from autockpt.checkpointing.recipes import SMALL, Planner, Position, Program, Recipe, Step, form_of, laid_out
+from autockpt.checkpointing.recipes import SMALL, Instruction, Planner, Position, Program, Recipe, form_of, laid_out
 from autockpt.checkpointing.replay_context import (
     AutocastState,
     autocast_is_on,
@@ -403,9 +403,9 @@ class RecordedCall:
         """
         recipe = self._recipe
         program, values = recipe.programs[wanted], dict[int, torch.Tensor]()
-        steps = self._steps_left(program, wanted, values) if self._memo else program.steps
-        whole = len(steps) == len(program.steps)
-        readers = program.reads.copy() if whole else Counter([value for step in steps for value in step.reads])
+        left = self._instructions_left(program, wanted, values) if self._memo else program.instructions
+        whole = len(left) == len(program.instructions)
+        readers = program.reads.copy() if whole else Counter([value for each in left for value in each.reads])
         self._take_sources(program, cells, readers, values)
         readers[wanted] += 1  # who is given it
         uses, memo = recipe.uses, self._memo
@@ -415,15 +415,15 @@ class RecordedCall:
         with below, uncast, plain, running_again(unit), torch.enable_grad(), alone:
             set_switches(recipe.switches, now)
             try:
-                for step in steps:
-                    made = step.run(values)
-                    for index, value in step.outputs:
+                for each in left:
+                    made = each.run(values)
+                    for index, value in each.outputs:
                         tensor = made[index] if type(made) in (tuple, list) else made
                         if value in uses:
                             memo[value] = tensor
                         if readers[value]:
                             values[value] = tensor
-                    for value in step.reads:
+                    for value in each.reads:
                         readers[value] -= 1
                         if not readers[value]:
                             values.pop(value, None)
@@ -432,16 +432,16 @@ class RecordedCall:
         self._stream = stream_of(values[wanted].device)
         return values[wanted]
 
-    def _steps_left(self, program: Program, wanted: int, values: dict[int, torch.Tensor]) -> list[Step]:
-        """The steps that are needed; what was made before and is there still is put into ``values``."""
-        needed, steps = {wanted}, []
-        for step in reversed(program.steps):
-            outputs = needed.intersection([value for _, value in step.outputs])
+    def _instructions_left(self, program: Program, wanted: int, values: dict[int, torch.Tensor]) -> list[Instruction]:
+        """Those that are still needed. What was made before and is still there is put into ``values``."""
+        needed, left = {wanted}, []
+        for each in reversed(program.instructions):
+            outputs = needed.intersection([value for _, value in each.outputs])
             values.update({value: self._memo[value] for value in outputs if value in self._memo})
             if not outputs.issubset(values):
-                steps.append(step)
-                needed.update(step.reads)
-        return steps[::-1]
+                left.append(each)
+                needed.update(each.reads)
+        return left[::-1]
 
     def _take_sources(
         self, program: Program, cells: Sequence[Any], readers: Counter[int], values: dict[int, torch.Tensor]
