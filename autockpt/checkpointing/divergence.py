@@ -74,15 +74,14 @@ class Schedule:
 
 @dataclass
 class UnitProof:
-    """What has been checked of one unit. ``last_step``: the last that was proven right.
+    """What has been checked of one unit.
 
-    ``checks``: calls whose backward was given what forward had computed; ``tensors``: those compared in
-    these; ``unchecked``: what could not be, by the reason, and how often.
+    ``checks``: calls whose backward was given what forward had computed; ``tensors``: those compared in these;
+    ``unchecked``: what could not be compared, by the reason, and how often.
     """
 
     checks: int = 0
     tensors: int = 0
-    last_step: int | None = None
     unchecked: Counter[str] = field(default_factory=Counter)
 
 
@@ -90,9 +89,9 @@ class DivergenceCheck:
     """The checks (sentinels) of one session, and what they have found so far; ``print`` shows it. Copied and pickled
     with the session.
 
-    ``steps`` are forward passes of the whole model with gradients enabled; with gradient accumulation an optimizer step
-    has several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one of 512; with
-    ``all`` every call.
+    ``passes`` counts forward passes of the whole model with gradients enabled; with gradient accumulation an optimizer
+    step has several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one of 512, and
+    with ``all`` every call.
 
     ``is_measured``: its steps are measured as ones in the middle of training. One call of each kind is checked for what
     it changes, and nothing is compared.
@@ -100,7 +99,7 @@ class DivergenceCheck:
 
     def __init__(self, mode: Mode = "off") -> None:
         self.mode: Mode = mode
-        self.steps = 0
+        self.passes = 0
         self.is_measured = False
         self.units: dict[str, UnitProof] = {}
         self._warned = False
@@ -126,7 +125,7 @@ class DivergenceCheck:
         some = f"{FIRST_CALLS} first calls, then ever fewer, at least one in {LONGEST + 1}"
         often = "every call" if self.mode == "all" else some
         lines = [
-            f"sentinels ({often}): in {self.steps} forward passes {self.tensors} tensors in {self.checks} calls of "
+            f"sentinels ({often}): in {self.passes} forward passes {self.tensors} tensors in {self.checks} calls of "
             f"{proven} of {len(self.units)} units were what forward had computed"
         ]
         for name, unit in self.units.items():
@@ -144,7 +143,7 @@ class DivergenceCheck:
     def begin(self) -> None:
         """A forward of the whole model begins."""
         if not torch.compiler.is_dynamo_compiling():
-            self.steps += 1
+            self.passes += 1
 
     def end(self) -> None:
         """A forward of the whole model has ended. What a unit returned is alive until here, and may be written to."""
@@ -185,7 +184,7 @@ class DivergenceCheck:
                 proof = call.unit.proof
                 proof.checks += 1
                 proof.tensors += sum(1 for owner, _ in compared if owner is call)
-                call.unit.last_checked = proof.last_step = call.step
+                call.unit.last_checked = call.forward_pass
         for call, different in wrong.items():
             more = f" and {len(different) - 1} more" if len(different) > 1 else ""
             raise call.mismatch(different[0].what + more)
@@ -217,7 +216,7 @@ class UnitCheck:
     def __init__(self, check: DivergenceCheck, name: str, proof: UnitProof) -> None:
         self.check, self.name, self.proof = check, name, proof
         self.calls = 0
-        self.last_checked: int | None = None  # the step, by this attachment's calls alone
+        self.last_checked: int | None = None  # the forward pass
         self._schedule = Schedule()
 
     def observer(self, *, checked: bool | None = None, new: bool = False) -> CheckedCall | None:
@@ -240,11 +239,11 @@ class UnitCheck:
 
 
 class CheckedCall:
-    """One call that is checked: an observer of all that it saves. ``step`` is the one that it belongs to."""
+    """One call that is checked: an observer of all that it saves in this ``forward_pass``."""
 
     def __init__(self, unit: UnitCheck) -> None:
         self.unit, self.check = unit, unit.check
-        self.step = unit.check.steps or unit.calls
+        self.forward_pass = unit.check.passes or unit.calls
         self._entries: list[weakref.ref[CheckedTensor]] = []  # what autograd holds owns them
         self.compared: list[Compared] = []  # to be judged when a backward ends
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints
@@ -274,8 +273,8 @@ class CheckedCall:
         since = f"last proven right in pass {last}" if last else "never proven right"
         back = f"Go back to a checkpoint from before forward pass {last + 1}" if last else "Start again"
         return RerunMismatch(
-            f"backward of {name} was not given what its forward had computed (forward pass {self.step} since the plan "
-            f"was applied, {since}): {what}. Do not use the gradients of this backward",
+            f"backward of {name} was not given what its forward had computed (forward pass {self.forward_pass} since "
+            f"the plan was applied, {since}): {what}. Do not use the gradients of this backward",
             remedy=f"Use `save` for {name}, or take out of its forward what changes by itself or before backward: an "
             f"object, attribute or generator that it reads, a clock, writes by `.data` or NumPy. {back}.",
         )

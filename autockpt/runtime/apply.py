@@ -171,7 +171,7 @@ class Handle:
 
     @property
     def sentinels(self) -> DivergenceCheck:
-        """What has been checked so far: units, steps, tensors, and what could not be."""
+        """What has been checked so far: units, forward passes, tensors, and what could not be."""
         return self._session.sentinels
 
     @property

@@ -81,7 +81,7 @@ def test_each_forward_goes_by_its_batch_with_equal_gradients() -> None:
         with torch.no_grad():
             model(**batch(8))
         assert used(handle)[0] == 6
-        assert handle.sentinels.steps == 15
+        assert handle.sentinels.passes == 15
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
