@@ -175,7 +175,7 @@ class MemoryModel:
         """Bytes for a ghost run; more than ``budget_bytes`` where it does not fit into these."""
         graph = self._with_preallocated(graph)
         if not self.caches:
-            return self.context_bytes + graph.peak_bytes
+            return self._promised(graph.peak_bytes)
         asked = [*requests(graph)]
         promised = self._promised(replay(asked).reserved)
         return promised if promised <= self._limit else self._within(asked, self._limit) or promised
@@ -187,7 +187,7 @@ class MemoryModel:
         changes between similar plans.
         """
         graph = self._with_preallocated(graph)
-        tensors = self.context_bytes + int(graph.peak_bytes * (1 + self.safety))
+        tensors = self._promised(graph.peak_bytes)
         low, high = min(promised, tensors if promised <= self._limit else self._limit), promised
         asked = [*requests(graph)] if self.caches and high > low else []
         while asked and high - low > high // 200:
@@ -200,8 +200,8 @@ class MemoryModel:
         added = [*self.preallocated]
         return with_resident(graph, "allocated before", added, "other") if added else graph
 
-    def _promised(self, reserved: int) -> int:
-        return self.context_bytes + reserved + int(self.safety * reserved)
+    def _promised(self, held: int) -> int:
+        return self.context_bytes + held + int(self.safety * held)
 
     def _within(self, asked: Sequence[Event], limit: int) -> int | None:
         """Bytes for the requests of a ghost run where the allocator is limited; None where they do not fit."""
