@@ -22,13 +22,11 @@ from autockpt.schema import Graph, Listener, Op, SearchOutcome, SearchRequest, W
 from autockpt.schema.baselines import OURS
 from autockpt.schema.request import BatchAnswer, BatchSetting
 from autockpt.schema.words import tally
-from autockpt.tuning.clock import Clock
+from autockpt.tuning.clock import LAST_START, Clock
 from autockpt.tuning.job_sizes import LEAN_KINDS, job_of, largest_that_fits, least_bytes, what_if_of
-from autockpt.tuning.search import Search, run_search, save_plan_copy
+from autockpt.tuning.search import FEWEST, Search, run_search, save_plan_copy
 from autockpt.tuning.traced_model import kinds_of, tracer_of
 
-FEWEST = 3  # candidates of the first search of each size
-LAST = 0.15  # share of the time limit that tracing alone takes: with less left, no further search is begun
 APART = 0.02  # share of an update's time by which simulated settings must differ to be distinguished
 SizeSearch = Callable[[int, int, float | None], SearchOutcome]
 """Searches one micro-batch size: (size, candidates, seconds left). A second search of a size continues the first."""
@@ -119,13 +117,12 @@ class Climb:
 
     def at(self, size: int, trials: int) -> BatchSetting | None:
         """The best plan of a micro-batch size; None where nothing fits. An earlier search of it is continued."""
-        left, known = self.clock.seconds_left, any(self.found.values())
-        if known and left < LAST * (self.clock.timeout or 0.0):
+        if (known := any(self.found.values())) and self.clock.passed(LAST_START):
             self.skipped.add(size)
             return self.best(size)
         self.clock.listener.note(f"micro-batch {size} × {self.rows // size}: up to {trials} candidates")
         try:
-            outcome = self.search(size, trials, None if left == math.inf else max(1.0, left))
+            outcome = self.search(size, trials, self.clock.timeout_of(1.0))
             if outcome.interrupted:  # its run keeps what was measured
                 raise KeyboardInterrupt
             self.found[size] = outcome

@@ -13,9 +13,9 @@ OF_TRAINING = 0.1
 """The share of a training's predicted time that a search for it may take, where no time limit was given."""
 
 
-TIMING, PROFILING = 0.5, 0.65
+TIMING, PROFILING, LAST_START = 0.5, 0.65, 0.85
 """Shares of the time limit after which ops are no longer timed (nominal rates rank choices), and further choices no
-longer ghost-run: the rest is for real steps."""
+longer ghost-run, as the rest is for real steps; and after which no further search is begun, whose tracing takes it."""
 
 GRACE_SHARE, GRACE = 0.1, 2.0
 """Share of the time limit, and seconds, by which steps may exceed it."""
@@ -51,6 +51,10 @@ class Clock:
     def passed(self, share: float) -> bool:
         """Whether more than this share of the time limit has passed."""
         return self.seconds_within(share) <= 0
+
+    def timeout_of(self, share: float) -> float | None:
+        """The time limit of another search, in seconds: this share of what is left; None without a limit."""
+        return None if self.timeout is None else max(1.0, share * self.seconds_left)
 
     def seconds_within(self, share: float) -> float:
         """Seconds until this share of the time limit has passed; infinite without one."""

@@ -44,7 +44,7 @@ def search_stages(request: SearchRequest, listener: Listener) -> PipelineAnswer:
     stages, outcomes = Stage.parse(spec.stage or "").single(), list[SearchOutcome]()
     for stage in stages:
         listener.note(f"stage {stage}")
-        left = None if clock.timeout is None else max(1.0, clock.seconds_left / (len(stages) - len(outcomes)))
+        left = clock.timeout_of(1 / (len(stages) - len(outcomes)))
         asked = {"workload": spec.model_copy(update={"stage": stage}), "plan_out": None, "timeout": left}
         try:
             outcomes.append(run_search(request.model_copy(update=asked), listener))

@@ -36,6 +36,7 @@ from autockpt.workload import fingerprint, refuse_simulated
 
 Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
 """The type of ``run_search``, for functions that search several jobs."""
+FEWEST = 3  # candidates of a search, where several jobs share the trials
 
 
 def run_search(request: SearchRequest, listener: Listener | None = None) -> SearchOutcome:

@@ -24,17 +24,15 @@ from autockpt.schema.choices import SAVE
 from autockpt.schema.lengths import Lengths
 from autockpt.schema.plan import When
 from autockpt.schema.run_directory import RunDirectory
-from autockpt.tuning.clock import Clock
+from autockpt.tuning.clock import LAST_START, Clock
 from autockpt.tuning.job_sizes import resized
-from autockpt.tuning.search import Search, run_search, save_plan_copy
+from autockpt.tuning.search import FEWEST, Search, run_search, save_plan_copy
 from autockpt.workload.lengths import shortened
 from autockpt.workload.units import discover_units
 
 MOST_SETS = 4
 WORTH = 0.01
 """Share by which a further set must make the expected step faster, so that the gain is not mere noise."""
-FEWEST = 3  # candidates of one length's search
-LAST = 0.15  # share of the time limit that tracing alone takes: with less left, no further length is begun
 
 
 @dataclass
@@ -55,8 +53,8 @@ class Expected:
 
     def overhead(self, length: float) -> float:
         """The relative overhead of the best plan for a length; 0 while saving everything fits."""
-        known = {n: 0.0 if _saves(plan) else _overhead(plan) for n, plan in self.plans.items()}
-        return _at(length, [(self.saves_up_to, 0.0), *known.items()])
+        known = [(n, _overhead(plan)) for n, plan in self.plans.items()]
+        return _at(length, [(self.saves_up_to, 0.0), *known])
 
     @property
     def saves_up_to(self) -> float:
@@ -119,9 +117,9 @@ def search_lengths(request: SearchRequest, listener: Listener, search: Search = 
 
     def search_at(length: int, trials: int) -> None:
         listener.note(f"batches padded to {length:,} tokens: up to {trials} candidates")
-        left = None if clock.timeout is None else max(1.0, clock.seconds_left / 2)
         sized = {"step": shortened(step, length)} if spec is None else {"workload": resized(spec, seq_len=length)}
-        asked = request.model_copy(update={**sized, "trials": trials, "timeout": left, "plan_out": None})
+        limits = {"trials": trials, "timeout": clock.timeout_of(0.5)}
+        asked = request.model_copy(update={**sized, **limits, "plan_out": None})
         try:
             outcome = search(asked, listener)
         except TimeLimitReached:
@@ -139,11 +137,11 @@ def search_lengths(request: SearchRequest, listener: Listener, search: Search = 
         raise UsageError("these batches have no rows of tokens", remedy="Search without lengths.")
     shares = lengths.batches(rows)
     expected = Expected(shares, plans)
-    if not _saves(plans[longest]) and len(shares) > 1 and not clock.passed(1 - LAST):
+    if not _saves(plans[longest]) and len(shares) > 1 and not clock.passed(LAST_START):
         share = max(FEWEST, request.trials // (2 * MOST_SETS))
         search_at(min(sorted(set(shares) - {longest}), key=lambda n: abs(n - longest / 2)), share)
         for length in expected.best(shares):
-            if length not in plans and not clock.passed(1 - LAST):
+            if length not in plans and not clock.passed(LAST_START):
                 search_at(length, share)
     found = outcomes[longest]
     plan, path, gains = plans[longest], found.plan_path, [_single_set_note(expected)]
