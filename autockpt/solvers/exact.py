@@ -65,8 +65,8 @@ def exact(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-6) -> A
         unit.name: unit.options[int(mine.picks[place])].choice
         for unit, mine, place in zip(problem.units, chain.units, best.places, strict=True)
     }
-    peak, limit = peak_of(problem, choices), problem.host_budget
-    feasible = peak <= problem.budget_bytes and (limit is None or host_of(problem, choices) <= limit)
+    peak = peak_of(problem, choices)
+    feasible = peak <= problem.budget_bytes and problem.fits_host(host_of(problem, choices))
     return Assignment(choices=choices, feasible=feasible, seconds=seconds_of(problem, choices), peak=peak)
 
 

@@ -59,6 +59,10 @@ class Problem(Data):
     head: str | None = Field(default=None, description="the output head, where it is among the units: the last of them")
     base_seconds: float = Field(default=0.0, description="step time when every unit saves everything")
 
+    def fits_host(self, host_bytes: int) -> bool:
+        """Whether so many bytes on the host are within its budget, if there is one."""
+        return self.host_budget is None or host_bytes <= self.host_budget
+
 
 class Assignment(Data):
     """A solver's answer. ``feasible`` False means no choice of options fits; ``peak`` is then the least there is."""

@@ -123,7 +123,7 @@ class _Refinement:
                 # the stronger of the two corrections puts every plan refused so far out of reach
                 observed = tuple(map(max, self._offsets(proposal.choices), observed))
             self.offsets[_head(self.problem, proposal.choices)] = observed
-            if not self._fits_host(checked):
+            if not self.problem.fits_host(checked.host_bytes):
                 # what the host's pools round up by, which the problem's own numbers do not know
                 missed = checked.host_bytes - host_of(self.problem, proposal.choices)
                 self.host_offset = max(self.host_offset, missed)
@@ -154,9 +154,6 @@ class _Refinement:
             return problem
         return problem.model_copy(update={"host_budget": max(0, problem.host_budget - self.host_offset)})
 
-    def _fits_host(self, checked: Checked) -> bool:
-        return self.problem.host_budget is None or checked.host_bytes <= self.problem.host_budget
-
     def _key(self, plan: UnitChoices) -> tuple[Choice, ...]:
         return tuple(plan[unit.name] for unit in self.problem.units)
 
@@ -182,7 +179,7 @@ class _Refinement:
         """Note a checked plan as best or leanest; True where it fits."""
         if self.leanest is None or self._need(checked) < self._need(self._checked(self.leanest)):
             self.leanest = dict(plan)
-        if checked.peak_bytes > self.problem.budget_bytes or not self._fits_host(checked):
+        if checked.peak_bytes > self.problem.budget_bytes or not self.problem.fits_host(checked.host_bytes):
             return False
         if self._is_better(seconds_of(self.problem, plan)):
             self.best = dict(plan)
@@ -190,7 +187,7 @@ class _Refinement:
 
     def _need(self, checked: Checked) -> tuple[bool, int]:
         """The sort key of plans by leanness: plans within the host budget come before all others."""
-        return not self._fits_host(checked), checked.peak_bytes
+        return not self.problem.fits_host(checked.host_bytes), checked.peak_bytes
 
     def _observed(self, plan: UnitChoices, checked: Checked) -> tuple[int, ...]:
         """Offsets per point that make the linear model agree with the check of a plan."""

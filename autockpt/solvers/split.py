@@ -69,8 +69,7 @@ def refine_split(
         seen.add(key)
         checked = check(plan.choices)
         missed = checked.peak_bytes - plan.peak
-        host = problem.host_budget
-        if checked.peak_bytes <= problem.budget_bytes and (host is None or checked.host_bytes <= host):
+        if checked.peak_bytes <= problem.budget_bytes and problem.fits_host(checked.host_bytes):
             best, below = plan.model_copy(update={"peak": checked.peak_bytes}), plan.seconds
     return best
 

@@ -407,7 +407,7 @@ class SolverProposer(Proposer):
             max_calls=self._affordable(calls),
             remembered=self.checks,
         )
-        fits_host = problem.host_budget is None or found.checked.host_bytes <= problem.host_budget
+        fits_host = problem.fits_host(found.checked.host_bytes)
         return found.choices, fits_host and found.checked.peak_bytes <= self._ghost_budget_bytes
 
     def _first_points(self) -> list[Parameters]:
