@@ -1,4 +1,8 @@
-"""Other activation checkpointing that is on at the same time: two owners of one layer are an error, not a guess."""
+"""Raise ConflictError for what a plan cannot be carried out on, rather than guess.
+
+That is other activation checkpointing (two owners of one layer), kinds of modules that cannot run again, and code under
+which hooks on saved tensors do not work.
+"""
 
 from __future__ import annotations
 

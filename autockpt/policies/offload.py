@@ -22,7 +22,7 @@ from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner,
 from autockpt.policies.compiling import compiled_by, eagerly, outside_graphs, skip_frame
 from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_modules
 from autockpt.policies.recompute import attach_recompute
-from autockpt.policies.saving import keep_identity
+from autockpt.policies.saved_weights import keep_identity
 from autockpt.schema.choices import Offload, RecomputeOffload
 from autockpt.schema.graph import Tier
 

@@ -15,7 +15,7 @@ from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled
 from autockpt.policies.compiling import claim, outside_graphs, skip_frame, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
-from autockpt.policies.saving import keep_identity
+from autockpt.policies.saved_weights import keep_identity
 from autockpt.policies.tiles import attach_tiles
 
 

@@ -27,7 +27,7 @@ from autockpt.interpreter import patched
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled, modules_named
 from autockpt.policies.compiling import compiled_by, outside_graphs, skip_frame
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
-from autockpt.policies.saving import keep_identity
+from autockpt.policies.saved_weights import keep_identity
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake
 
 

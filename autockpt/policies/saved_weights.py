@@ -1,9 +1,8 @@
-"""What hooks on saved tensors would hide from custom autograd functions.
+"""Custom autograd functions find in ``ctx.saved_tensors`` the very weights that they saved, under hooks, too.
 
-Custom autograd functions find in ``ctx.saved_tensors`` the very weights that they saved. Under hooks autograd returns
-new tensors over the memory that a hook gives, and what a backward sets on those is lost: a ``.grad``, or the
-``main_grad`` to which fused kernels add. But the accumulator of such a tensor's gradient is the weight's own, and knows
-the weight.
+Under hooks autograd returns new tensors over the memory that a hook gives. What a backward sets on those is lost: a
+``.grad``, or the ``main_grad`` to which fused kernels add. But the accumulator of such a tensor's gradient is the
+weight's own, and knows the weight.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
 
 
 def _itself(tensor: Any) -> Any:
-    """The leaf that a tensor stands for; the tensor where it is that, or holds something else: a copy made by hooks."""
+    """The leaf that a tensor stands for; the tensor itself where it is that leaf, or a copy that hooks made."""
     if tensor is None or type(tensor) is nn.Parameter or not (tensor.requires_grad and tensor.is_leaf):
         return tensor
     with torch.inference_mode(False), torch.enable_grad(), quietly():

@@ -1,4 +1,4 @@
-"""What a simulated device is promised to need."""
+"""The memory that a device is predicted to need."""
 
 import pytest
 
