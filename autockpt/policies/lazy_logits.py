@@ -1,7 +1,7 @@
 """Logits that are not there yet: a tensor that knows the rows it would be computed from.
 
-What is done to it row by row or element by element is only noted down, and cross-entropy runs over chunks of rows.
-Whatever else touches it gets the real logits, computed then and there; what neither can be done for is an error.
+Views of rows and functions of single elements are only noted, and cross-entropy runs over chunks of rows. Any other
+operator gets the real logits, which are computed then. What neither can be done for raises ConflictError.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rows:
         self.watch = check.observer()
         self.used = False
         self.watchers: list[Callable[..., Any]] = []
-        self._stepped: set[object] = set()
+        self._reached: set[object] = set()
 
     def running(self) -> AbstractContextManager[None]:
         """Around calls of ``rows``."""
@@ -60,6 +60,13 @@ class Rows:
         """Logits of these rows."""
         return hidden
 
+    def logits(self, hidden: Tensor, functions: Sequence[Elementwise]) -> Tensor:
+        """Logits of these rows, and ``functions`` of them in turn."""
+        logits = self.rows(hidden)
+        for function in functions:
+            logits = function(logits)
+        return logits
+
     def chunk(self, rows: int) -> int:
         """How many of so many rows make a chunk."""
         aligned = self._size * _ALIGNED
@@ -68,13 +75,13 @@ class Rows:
     def warn(self, why: str) -> None:
         """Logits are made that the choice was to save."""
 
-    def stepped_by(self, use: object) -> None:
-        """Backward comes through the steps of one ``use`` of the logits, where bits must be those of plain training.
+    def reached_by(self, use: object) -> None:
+        """Backward comes from one ``use`` of functions of the logits, where bits must be those of plain training.
 
-        Raises ConflictError for a second use: plain training takes a step once, and adds up gradients before it.
+        Raises ConflictError for a second use: plain training adds up gradients before it passes a function once.
         """
-        self._stepped.add(use)
-        if len(self._stepped) > 1:
+        self._reached.add(use)
+        if len(self._reached) > 1:
             raise ConflictError(
                 f"the logits of {self.unit} are used for more than one cross-entropy, and the gradients of that would "
                 f"not be bit-equal under {self.choice}",
@@ -97,13 +104,13 @@ def refuse_odd_backward(call: Any, gradient: Tensor) -> None:
 
 @dataclass(eq=False)
 class CrossEntropy:
-    """``torch.nn.functional.cross_entropy`` of a head's logits after ``steps``, a chunk of rows at a time.
+    """``torch.nn.functional.cross_entropy`` of ``functions`` of a head's logits, a chunk of rows at a time.
 
     ``options``: what is ignored, and how labels are smoothed.
     """
 
     call: Rows
-    steps: tuple[Elementwise, ...]
+    functions: tuple[Elementwise, ...]
     reduction: str
     options: dict[str, Any]
     casts: AutocastState
@@ -111,9 +118,7 @@ class CrossEntropy:
 
     def losses(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of every row."""
-        logits = self.call.rows(hidden)
-        for step in self.steps:
-            logits = step(logits)
+        logits = self.call.logits(hidden, self.functions)
         with self.casts.restored(remembers=True):
             return nn.functional.cross_entropy(logits, target, reduction="none", **self.options)
 
@@ -155,8 +160,8 @@ class ChunkedLoss(torch.autograd.Function):
         loss: CrossEntropy = ctx.loss
         gradient = gradients[0]
         refuse_odd_backward(loss.call, gradient)
-        if loss.call.exact and loss.steps:
-            loss.call.stepped_by(loss.use)
+        if loss.call.exact and loss.functions:
+            loss.call.reached_by(loss.use)
         try:
             hidden, target, total = ctx.saved_tensors
         except RuntimeError as error:
@@ -219,15 +224,15 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 @dataclass(eq=False)
 class LogitsSource:
-    """What lazy logits are made of: features of their rows, and what is done to the head's output.
+    """What lazy logits are made of: features of their rows, and ``functions`` of the head's output.
 
-    Under chunked_softmax without steps ``hidden`` are the logits of plain training themselves. Otherwise they are
-    pending until somebody needs them: ``real`` is then part of autograd's graph, ``seen`` are values alone.
+    Under chunked_softmax without functions ``hidden`` are the logits of plain training themselves. Otherwise they are
+    pending until something reads them: ``real`` is then part of autograd's graph, ``seen`` are values alone.
     """
 
     call: Rows
     hidden: Tensor
-    steps: tuple[Elementwise, ...]
+    functions: tuple[Elementwise, ...]
     dtype: torch.dtype
     vocabulary: int
     real: Tensor | None = field(default=None, init=False)
@@ -242,7 +247,7 @@ class LogitsSource:
 
     @property
     def pending(self) -> bool:
-        return self.real is None and bool(self.steps or not self.call.exact)
+        return self.real is None and bool(self.functions or not self.call.exact)
 
     def check(self) -> None:
         """Raise InPlaceError where pending logits would be made of other features than at first."""
@@ -257,10 +262,7 @@ class LogitsSource:
         """The logits of these rows, whole."""
         self.check()
         with self.call.running():
-            logits = self.call.rows(hidden)
-            for step in self.steps:
-                logits = step(logits)
-        return logits
+            return self.call.logits(hidden, self.functions)
 
     def whole(self, why: str) -> Tensor:
         """The real logits; part of autograd's graph where gradients are enabled."""
@@ -274,7 +276,7 @@ class LogitsSource:
         self.call.warn(why)
         if self.call.exact and real.requires_grad:
             use, call = object(), self.call
-            real.register_hook(lambda _: call.stepped_by(use))
+            real.register_hook(lambda _: call.reached_by(use))
         self.tell_watchers(real)
         return real
 
@@ -436,7 +438,7 @@ def _real(tree: Any, name: str) -> Any:
     return unflatten(template, [t._source.whole(why) if isinstance(t, LazyLogits) else t for t in tensors])
 
 
-# What is done to lazy logits without making them: views of rows, steps element by element, and cross-entropy over
+# What is done to lazy logits without making them: views of rows, functions of single elements, and cross-entropy over
 # chunks of rows. Each takes the source of the logits, the tensor's method or the function of PyTorch, and its
 # arguments, and answers NotImplemented for what needs the logits themselves.
 
@@ -471,7 +473,7 @@ def _index(source: LogitsSource, func: Any, index: Any) -> Any:
     return source.derive(hidden=hidden[index])
 
 
-def _step(source: LogitsSource, func: Any, *args: Any, **more: Any) -> Any:
+def _elementwise(source: LogitsSource, func: Any, *args: Any, **more: Any) -> Any:
     """A cast, or a function of the logits alone, or of them and a number."""
     device = source.hidden.device
     given = [value for value in (*args, *more.values()) if type(value) is not torch.device or value != device]
@@ -484,7 +486,7 @@ def _step(source: LogitsSource, func: Any, *args: Any, **more: Any) -> Any:
         return source.derive()
     if not like.is_floating_point():
         return NotImplemented
-    return source.derive(steps=(*source.steps, lambda logits: func(logits, *given)), dtype=like.dtype)
+    return source.derive(functions=(*source.functions, lambda logits: func(logits, *given)), dtype=like.dtype)
 
 
 def _detached(source: LogitsSource, func: Any) -> Tensor:
@@ -513,7 +515,7 @@ def _cross_entropy(
         return NotImplemented
     source.check()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    settings = CrossEntropy(source.call, source.steps, reduction, options, AutocastState([hidden.device.type]))
+    settings = CrossEntropy(source.call, source.functions, reduction, options, AutocastState([hidden.device.type]))
     # saved is an alias without a graph, which shares the version counter: a change in place is noticed
     loss: Any = ChunkedLoss.apply(settings, hidden, hidden.detach(), target, *source.call.trained)
     source.call.used = True
@@ -531,5 +533,5 @@ UNDERSTOOD: dict[Any, Callable[..., Any]] = {
     _T.__getitem__: _index,
     **dict.fromkeys((_T.detach, torch.detach), _detached),
     **dict.fromkeys(_SHAPES, _shaped),
-    **dict.fromkeys((*_CASTS, *_PRODUCTS, *_QUOTIENTS, _T.tanh, torch.tanh), _step),
+    **dict.fromkeys((*_CASTS, *_PRODUCTS, *_QUOTIENTS, _T.tanh, torch.tanh), _elementwise),
 }
