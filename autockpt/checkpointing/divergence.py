@@ -213,8 +213,8 @@ def sentinels_of(mode: str | None) -> DivergenceCheck:
 class UnitCheck:
     """The check of one attachment to a unit."""
 
-    def __init__(self, check: DivergenceCheck, name: str, proof: UnitProof) -> None:
-        self.check, self.name, self.proof = check, name, proof
+    def __init__(self, sentinels: DivergenceCheck, name: str, proof: UnitProof) -> None:
+        self.sentinels, self.name, self.proof = sentinels, name, proof
         self.calls = 0
         self.last_checked: int | None = None  # the forward pass
         self._schedule = Schedule()
@@ -222,19 +222,20 @@ class UnitCheck:
     def observer(self, *, checked: bool | None = None, new: bool = False) -> CheckedCall | None:
         """A call begins: what looks at the tensors that it saves; None where nothing does. ``checked`` None: by a
         schedule of its own, or where it does something ``new``."""
-        if self.check.is_measured or self.check.mode == "off":
+        if self.sentinels.is_measured or self.sentinels.mode == "off":
             return None
         self.calls += 1
         if checked is None:
             checked = self._schedule.next() is not None or new
-        if not checked and self.check.mode != "all":
+        if not checked and self.sentinels.mode != "all":
             return None
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.proof.unchecked["calls in a CUDA graph that is being captured"] += 1
             return None
         call = CheckedCall(self)
         # where units are called without the model around them, no forward of it ends
-        self.check.open = [*(ref for ref in self.check.open if ref() is not None), weakref.ref(call)]
+        still_open = (ref for ref in self.sentinels.open if ref() is not None)
+        self.sentinels.open = [*still_open, weakref.ref(call)]
         return call
 
 
@@ -242,8 +243,8 @@ class CheckedCall:
     """One call that is checked: an observer of all that it saves in this ``forward_pass``."""
 
     def __init__(self, unit: UnitCheck) -> None:
-        self.unit, self.check = unit, unit.check
-        self.forward_pass = unit.check.passes or unit.calls
+        self.unit, self.sentinels = unit, unit.sentinels
+        self.forward_pass = unit.sentinels.passes or unit.calls
         self._entries: list[weakref.ref[CheckedTensor]] = []  # what autograd holds owns them
         self.compared: list[Compared] = []  # to be judged when a backward ends
         self._parameters: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with their fingerprints
@@ -291,7 +292,7 @@ class CheckedCall:
             what, stream = f"{name}, which running it again changed", stream_of(tensor.device)
             self.compared.append(Compared(what, before, fingerprint(tensor), stream))
         self._parameters = []
-        self.check.judge_at_end(self)
+        self.sentinels.judge_at_end(self)
 
 
 class CheckedTensor:
@@ -365,4 +366,4 @@ class CheckedTensor:
             distance, tolerance = distance_of(self._sketch, sums(value)), tolerance_of(value.dtype)
         compared = Compared(what, self._print, fingerprint(value), self._stream, distance, tolerance)
         self._call.compared.append(compared)
-        self._call.check.judge_at_end(self._call)
+        self._call.sentinels.judge_at_end(self._call)

@@ -246,7 +246,7 @@ class KeepingFrame(CheckpointFrame):
             self._unit.learned.pop(self._key, None)
         return output
 
-    def watching(self, scope: Scope) -> FunctionScopes | None:
+    def function_mode(self, scope: Scope) -> FunctionScopes | None:
         """The mode to enter around a scope that calls functions; None where none of them has to be looked at now.
 
         In a recomputation it starts when the tensors before the first that is returned are there: it costs as much as

@@ -95,8 +95,9 @@ class Signature:
 class RecordedUnit(CheckpointedUnit):
     """A module whose calls follow recipes, as its modules are now.
 
-    ``watching`` gives a dispatch mode that hands ops to a recorder. ``keeps``: expensive ops that are not to run again.
-    ``scopes`` names modules inside for which that is so (``keep``), or in which alone ops run again (``within``).
+    ``recording_mode`` makes a dispatch mode that hands ops to a recorder. ``keeps``: whether an expensive op must not
+    run again. ``scopes``: modules inside of which no expensive op must (``keep``), or outside of which no op must
+    (``within``).
     ``compares``: calls that follow a recipe are recorded again now and then.
     """
 
@@ -107,14 +108,14 @@ class RecordedUnit(CheckpointedUnit):
         name: str,
         module: nn.Module,
         check: UnitCheck,
-        watching: Callable[[OpRecorder], AbstractContextManager[Any]],
+        recording_mode: Callable[[OpRecorder], AbstractContextManager[Any]],
         keeps: Callable[[Any], bool],
         scopes: Mapping[nn.Module, str],
         *,
         compares: bool,
     ) -> None:
         super().__init__(name, module, check)
-        self.watching, self.keeps, self.scopes = watching, keeps, scopes
+        self.recording_mode, self.keeps, self.scopes = recording_mode, keeps, scopes
         self.everywhere = "within" not in self.scopes.values()
         self.modules = modules = self.state.modules
         places = [(home, n) for m in modules for home in (m._parameters, m._buffers) for n in home]
@@ -499,7 +500,7 @@ def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
         if kind == "keep":
             recorder.keeping += 1
         else:
-            modes.append(nullcontext() if modes else unit.watching(recorder))
+            modes.append(nullcontext() if modes else unit.recording_mode(recorder))
             modes[-1].__enter__()
 
     def leave(kind: str, *_: Any) -> None:
@@ -517,5 +518,5 @@ def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
             left = module.register_forward_hook(functools.partial(leave, kind), always_call=True)
             stack.callback(left.remove)
         if unit.everywhere:
-            stack.enter_context(unit.watching(recorder))
+            stack.enter_context(unit.recording_mode(recorder))
         yield

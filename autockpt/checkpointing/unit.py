@@ -58,7 +58,7 @@ class CheckpointedUnit:
     @property
     def is_measured(self) -> bool:
         """Whether calls are measured as ones in the middle of training."""
-        return self.check.check.is_measured
+        return self.check.sentinels.is_measured
 
     def kind_of(self, tensors: Sequence[torch.Tensor]) -> CallKind:
         """The kind of a call with these inputs."""

@@ -42,7 +42,7 @@ _OF_COMPLEX = _overloads("linalg_pinv", "linalg_polar", "linalg_matrix_sqrth")
 _UNDER_AUTOCAST = _overloads("_sparse_addmm", "_trilinear")
 
 
-class Watching(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     """Hands the ops of ``unit`` to a recorder. Raises ConflictError for those that would give something else."""
 
     supports_higher_order_operators = True  # to refuse them
@@ -116,8 +116,8 @@ class RemakeState(Attachment):
         known, key = Learned.units, (self.unit, self._choice)
         if known is not None and key in known:
             return known[key]
-        scopes, watching = _scopes(PlannedUnit(self.unit, module, self._choice)), partial(Watching, self.unit)
-        unit = RecordedUnit(self.unit, module, self.check, watching, self._keeps, scopes, compares=known is None)
+        scopes, mode = _scopes(PlannedUnit(self.unit, module, self._choice)), partial(RecordingMode, self.unit)
+        unit = RecordedUnit(self.unit, module, self.check, mode, self._keeps, scopes, compares=known is None)
         if known is not None:
             known[key] = unit
         return unit

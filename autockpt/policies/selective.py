@@ -101,7 +101,7 @@ def run_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any
         return call_inner(module, state, args, kwargs)
     if state.scope.functions is None:
         return frame.call(state.scope, module, inner_of(module, state), args, kwargs)
-    if (mode := frame.watching(state.scope)) is None:
+    if (mode := frame.function_mode(state.scope)) is None:
         return call_inner(module, state, args, kwargs)
     with mode:
         return call_inner(module, state, args, kwargs)
