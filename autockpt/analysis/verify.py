@@ -105,7 +105,7 @@ def verify(
     had computed. *peak* and *step time* as promised (alternated with saving or recomputing everything, where that was
     measured for the plan and fits: a slow day slows both).
 
-    Of a plan with sets of choices for smaller batches every set is held against its own promise, at its own length; of
+    Of a plan with sets of choices for smaller batches every set is compared with its own promise, at its own length; of
     a live workload, whose batch is as it is, smaller sets' gradients alone.
 
     Steps are compiled as those that the plan was made for.

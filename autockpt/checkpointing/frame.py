@@ -360,7 +360,7 @@ def _user_error(error: Exception, unit: str) -> Exception:
             f"autockpt: {unit} ran again for backward and had not raised this in forward. Unless memory or a device "
             "failed, something that it reads has changed in between: use `save` or `offload` there."
         )
-    return error  # a time limit, a file, an exception of the user's own: whoever waits for it knows it by its type
+    return error  # a time limit, a file, an exception of the user's own: handlers know it by its type
 
 
 def _unreadable(error: RuntimeError, unit: str) -> ConflictError:

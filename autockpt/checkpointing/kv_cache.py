@@ -1,10 +1,9 @@
 """KV caches in a training step. A layer that is run again would add its keys and values to one twice.
 
-Nobody reads the cache that a model makes for its own forward: those with a switch for it have it switched off as a
-whole. A cache that arrives at a layer nevertheless is one that the model was given, and the next forward reads what
-this one adds (training in chunks), or it holds what is trained (prefix tuning); or it is the model's own without a
-switch, as XLM's. The first run of a layer gets that very cache, every later run a copy of what it was
-(``arguments.flatten``).
+A cache that a model makes for its own forward is never read: models with a switch for it have it switched off. A cache
+that arrives at a layer nevertheless was passed to the model, and the next forward reads what this one adds (training in
+chunks), or it holds what is trained (prefix tuning); or it is the model's own without a switch, as XLM's. The forward
+of a layer gets that very cache, every recomputation a copy of what it was (``arguments.flatten``).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _Dropped(ConflictError, AttributeError):
 
 
 class DroppedCache:
-    """Stands in a model's output for the cache that would be there in plain training. Whoever uses it is told."""
+    """Stands in a model's output for the cache that would be there in plain training. Any use raises an error."""
 
     def refuse(self, *_: Any) -> NoReturn:
         raise _Dropped(

@@ -50,7 +50,7 @@ class Value:
 
     ``given``: the unit is given it, as its input or weight of this ``number``. ``foreign``: it comes from elsewhere and
     the unit reads it: a global, an attribute of an object. Else an op made it: ``op`` where that can run again, as its
-    output ``index``. ``overwritten``: the memory holds something else by the end of the forward, so nobody can hold it.
+    output ``index``. ``overwritten``: the memory holds something else by the end of the forward, so it cannot be held.
     ``blank``: the op that made the memory, to be written to; ``unwritten``: how many of its elements are not yet.
     """
 
@@ -149,7 +149,7 @@ class OpRecorder:
         if known is None or known[0]() is not storage:
             return None
         if not self._everywhere and known[1].version != tensor._version:
-            known[1].overwritten = True  # by an op that nobody handed on
+            known[1].overwritten = True  # by an op that was not handed on
             return None
         return known[1]
 

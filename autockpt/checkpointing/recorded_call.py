@@ -490,8 +490,8 @@ def tapping(
 
 @contextmanager
 def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
-    """Inside, the recorder is handed ops, everywhere or within the modules that the choice names, and told what all
-    modules are given and return."""
+    """Inside, the recorder is handed ops, everywhere or within the modules that the choice names, and what all modules
+    are given and return."""
     modes, thread = list[Any](), threading.get_ident()
 
     def enter(kind: str, *_: Any) -> None:

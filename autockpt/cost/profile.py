@@ -204,7 +204,7 @@ def measure_op_times(
     Ops are timed with the leanest of the ``uniform`` plans attached, and again with each choice of the output ``head``.
     Then uniform plans that fit into ``room`` bytes are measured whole, for costs that single ops do not show. The disk
     is timed if the host budget makes plans with it worthwhile. ``left`` gives the seconds left: with few of them whole
-    plans are not measured, or there are no op times (None). ``listener`` is told of each timed cycle.
+    plans are not measured, or there are no op times (None). ``listener`` is notified of each timed cycle.
     Raises DeviceOutOfMemory where even the leanest plan does not run.
     """
     device = runs.environment.device
@@ -296,7 +296,7 @@ def uniform_graphs(
 ) -> UniformRuns:
     """Ghost runs of uniform plans by kind, without those that the model refuses.
 
-    ``besides`` are choices for other units in each of them. ``listener`` is told of each ghost run.
+    ``besides`` are choices for other units in each of them. ``listener`` is notified of each ghost run.
     Raises ConflictError where the model refuses all but ``save``.
     """
     names = [unit.name for unit in blocks]
@@ -351,7 +351,7 @@ def build_profile(
     ``uniform`` are the ghost runs of ``uniform_graphs``, ``head`` those of ``head_graphs``, ``needs`` is as for
     ``Predictor``. Menus also get the ``extra`` choices, choices with the disk tier where the host budget (bytes) binds
     and the disk was timed, and under FSDP2 with ``gathered`` every choice with its weights kept gathered. ``listener``
-    is told of the ghost runs. Once it is ``late`` no choices but recomputing are ghost-run.
+    is notified of the ghost runs. Once it is ``late`` no choices but recomputing are ghost-run.
     """
     base = uniform["save"][1]
     predictor = Predictor(tracer, times, host_budget, needs)

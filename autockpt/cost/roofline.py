@@ -116,7 +116,7 @@ def _terms(hardware: Hardware, work: Work) -> tuple[float, float, float]:
 
 
 def _matrix_dtype(hardware: Hardware, work: Work) -> str:
-    """The arithmetic's type. PyTorch lets convolutions in fp32 use TF32, and products not, unless told to."""
+    """The arithmetic's type. PyTorch lets convolutions in fp32 use TF32, and products not, by default."""
     convolution = work.name.startswith(("convolution", "_convolution"))
     return "tf32" if convolution and work.dtype == "float32" and "tf32" in hardware.matrix_flops else work.dtype
 

@@ -93,13 +93,13 @@ class Attachment:
 
 
 def is_enabled(state: Attachment) -> bool:
-    """Whether a choice has anything to do in this call: gradients are wanted, and the plan is not taken off.
+    """Whether a choice acts in this call: gradients are enabled, and the plan is not removed.
 
-    Inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func`` units save as ever: what
-    is dropped, moved or recomputed would come back without its tangent, or outside of the transform. So they do where a
-    program is made of their ops (``torch.export``, ``torch.jit.trace``, ``make_fx``). Inside of a
-    ``torch.utils.checkpoint`` of the user's, too: that drops what the unit saves and runs it again as plain training
-    does, without restoring what its forward has changed. Warns once of that.
+    Units save everything inside forward-mode AD (``torch.autograd.forward_ad``) and the transforms of ``torch.func``:
+    recomputed tensors would have no tangent, or be outside of the transform. So they do where a program is made of
+    their ops (``torch.export``, ``torch.jit.trace``, ``make_fx``), and inside of a ``torch.utils.checkpoint`` of the
+    user's. That drops what the unit saves and runs it again, without restoring what its forward has changed. Warns once
+    of that.
     """
     if not state.active or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:  # see ``eagerly``
         return False
@@ -262,7 +262,7 @@ class PlannedUnit(NamedTuple):
 
 
 class ForwardListener(Protocol):
-    """Told by the session when a forward pass of the whole model begins and ends. Copied with the model."""
+    """Notified by the session when a forward pass of the whole model begins and ends. Copied with the model."""
 
     def begin(self) -> None: ...
 
@@ -313,9 +313,9 @@ class Session:
     """Choices attached to a model, until ``remove``. Also a context manager, at whose end they are removed.
 
     ``order`` holds every unit of the plan, whatever its choice, in the order in which the model calls them.
-    ``transports`` gives the way off a device into a tier. ``placed`` are the forwards that were placed on modules,
-    ``listeners`` are told about forward passes of the whole model. ``guard`` is
-    the attachment that looks after that; None where nothing was attached.
+    ``transports`` gives the transport between a device and a tier. ``placed`` are the forwards that were placed on
+    modules. ``guard`` is the attachment of the whole model, which notifies ``listeners`` of its forward passes; None
+    where nothing was attached.
     """
 
     transports: Transports
@@ -347,7 +347,7 @@ class Session:
 
     @property
     def host_bytes(self) -> int:
-        """Most bytes that offloading claimed on the host so far; 0 where the caller chose another way off."""
+        """Most bytes that offloading claimed on the host so far; 0 where the caller passed other transports."""
         return self.transports.use.peak if isinstance(self.transports, OffloadTransports) else 0
 
     def describe(self, indent: str = "  ") -> Iterator[str]:
@@ -357,10 +357,9 @@ class Session:
         return (f"{indent}{name:<{width}}  {words}" for name, words in folded.items())
 
     def in_mid_training(self) -> None:
-        """Measure steps as those after many, which take less time. To be called before the first forward.
+        """Run steps as in the middle of training, where they take less time. To be called before the first forward.
 
-        What is looked at closely in a unit's first calls is looked at in its first one alone, and no sentinel checks
-        calls.
+        A unit's first call alone is checked for what it changes, and sentinels compare nothing.
         """
         self.sentinels.is_measured = True
 

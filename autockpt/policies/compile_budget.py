@@ -1,7 +1,7 @@
 """compile_budget: the compiler saves only a share of what it would save by itself of a unit's graph.
 
 PyTorch reads ``torch._functorch.config.activation_memory_budget`` once, when it partitions a graph into forward and
-backward. So the number is set while the compiler traces the unit's forward and taken back when that compilation ends:
+backward. So the number is set while the compiler traces the unit's forward and reset when that compilation ends:
 it holds for exactly the graph that the unit is part of, whether the model was compiled before the plan was applied or
 afterwards. The fraction is part of what the compiler guards on, so layers with different fractions get different code.
 """

@@ -1,8 +1,8 @@
-"""Choices inside torch.compile: what the compiler cannot put into one graph says so by name, and graphs are mended.
+"""Choices under torch.compile: which code stays out of graphs, and errors that name a choice where that is not allowed.
 
-PyTorch's partitioner, which parts a graph of forward and backward, has two faults that give wrong gradients without an
-error: they are mended or refused here. That holds for one compilation: choices claim it while the compiler traces a
-unit into it, perhaps several times. The compiler works on one graph at a time.
+PyTorch's partitioner, which splits a graph into forward and backward, has two bugs that give wrong gradients without an
+error. The graph is changed, or an error raised, before it is split (``claim``). That holds for one compilation: choices
+claim it while the compiler traces a unit into it, perhaps several times. The compiler works on one graph at a time.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ _before: dict[str, Any] = {}  # what torch._functorch.config was before the comp
 
 
 def claim(fraction: str | None = None) -> None:
-    """Have the graph that is being traced mended before it is parted, and parted with a budget of ``fraction``.
+    """Have the graph that is being traced mended before it is split, and split with a budget of ``fraction``.
 
     Raises ConflictError, wrapped by the compiler, where another unit of the same graph asked for another fraction.
     """

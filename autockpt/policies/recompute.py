@@ -86,7 +86,7 @@ def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any
     if torch.compiler.is_compiling():
         claim()
         inner = functools.partial(call_inner, module, state)
-        # determinism_check only tells the compiler's cache on disk this graph from others', which nobody put right
+        # determinism_check only distinguishes, in the compiler's cache on disk, this graph from ones not mended
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
         if state.context_fn is not None:
             options["context_fn"] = state.context_fn

@@ -85,7 +85,7 @@ class LearnedPeaks:
         return any(tokens <= size for size, _ in self._seen.get(number, {}).values())
 
     def of(self, number: int, tokens: int) -> float | None:
-        """What a batch would take at most. None: that cannot be told.
+        """What a batch would take at most; None where that is unknown.
 
         A set that was never used is placed between its neighbours, and takes as much as the richer one alone.
         """
@@ -140,7 +140,7 @@ class Adaptive:
         self._given = -COOL  # the step after which the cache was given back
         self._rests: dict[int, tuple[int, int]] = {}  # by set: batches of so many tokens or more, until which step
         self._patience: dict[int, int] = {}
-        self._leaner: dict[int, int] = {}  # by class of sizes, as was told
+        self._leaner: dict[int, int] = {}  # by class of sizes, as last reported
 
     def remove(self) -> None:
         """Watch optimizers no longer. Idempotent."""

@@ -31,8 +31,8 @@ from autockpt.schema.sizes import format_binary
 from autockpt.schema.words import counted
 
 SHOWN = 5  # moves
-# Copies and pickles begin again, and go by the batch alone: counters of a device cannot be told apart by model.
-_OF_THIS_PROCESS = ("adaptive", "_group", "_told")
+# Copies and pickles begin again, and go by the batch alone: counters of a device do not distinguish models.
+_OF_THIS_PROCESS = ("adaptive", "_group", "_is_prepared")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 _PACKED = ("max_length_q", "max_seqlen_q", "max_seqlen")
@@ -90,7 +90,7 @@ class BatchSets(Session):
 
     adaptive: Adaptive | None = None
     _group: Any = None  # once a forward has begun: the ranks that go by one set, or False where each goes by its own
-    _told = False
+    _is_prepared = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
@@ -101,10 +101,10 @@ class BatchSets(Session):
         "graph. Compile layers instead of the whole model, or without fullgraph=True.",
     )
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
-        """A forward of the whole model begins: choose its set, and return who is to be told about it."""
-        if not self._told:
+        """A forward of the whole model begins: choose its set, and return that set's listeners."""
+        if not self._is_prepared:
             refuse_compiled(module, self.sessions)  # they may have been compiled since the plan was applied
-            self._told = True
+            self._is_prepared = True
             for number, session in enumerate(self.sessions):
                 for _, forward in session.placed:
                     forward.state.restored_set = partial(self._restored_set, number)

@@ -200,8 +200,8 @@ class CacheState(Attachment):
 def run_without_cache(module: nn.Module, state: CacheState, /, *args: Any, **kwargs: Any) -> Any:
     """The model's forward with ``use_cache`` off wherever gradients are enabled. The config stays as it is.
 
-    With a cache that it is given all is as the caller wants it: somebody reads it. Where there would be one in the
-    output, something stands in its place that tells whoever uses it.
+    A forward that is given a cache runs as the caller wants: the cache is read later. Where plain training would return
+    one, the output holds an object that raises an error when it is used.
     """
     if not state.active or not torch.is_grad_enabled():
         return call_inner(module, state, args, kwargs)

@@ -22,7 +22,7 @@ GRACE_SHARE, GRACE = 0.1, 2.0
 
 
 class Clock:
-    """Wall time since the search began, and what it leaves of the time limit. ``listener`` is told of the progress.
+    """Wall time since the search began, and what it leaves of the time limit. ``listener`` is notified of the progress.
 
     ``timeout`` is the limit in seconds for the whole search, tracing and profiling included. Every stage asks what is
     left before it begins with anything optional. ``limit_by`` shortens the limit where ``training_steps`` are few.

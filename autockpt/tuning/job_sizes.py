@@ -95,7 +95,7 @@ class WhatIf:
 
     ``kinds`` are the allowed choices, ``needs`` gives the memory of a ghost run where that is more than its tensors.
     ``late`` tells when to stop. ``head`` is the choice of the output head unless it runs in chunks with the loss.
-    ``listener`` is told of each kind of change.
+    ``listener`` is notified of each kind of change.
     """
 
     budget_bytes: int

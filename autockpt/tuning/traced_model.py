@@ -133,7 +133,7 @@ def trace_model(
     """Make the initial ghost runs.
 
     ``inexact`` lets head, MLPs and norms run on some tokens at a time. ``of_head`` is a further choice for the head.
-    ``listener`` is told of each ghost run. Raises UsageError for a model without blocks.
+    ``listener`` is notified of each ghost run. Raises UsageError for a model without blocks.
     """
     blocks = blocks_of(tracer)
     chunked = (ChunkedLoss(tokens=tokens) for tokens in CHUNKS)

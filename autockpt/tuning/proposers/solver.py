@@ -57,8 +57,8 @@ MOST_MISSES = 3  # candidates of a simulation that do not fit
 class SolverProposer(Proposer):
     """Proposes plans of the solver for one request; their predictions come from ghost runs and op times.
 
-    ``seeds`` are plans to try early, by name. The ``clock`` limits the number of ghost runs, and its listener is told
-    of them where a candidate takes many.
+    ``seeds`` are plans to try early, by name. The ``clock`` limits the number of ghost runs, and its listener is
+    notified of them where a candidate takes many.
     """
 
     def __init__(
