@@ -52,8 +52,8 @@ TIMED_OPS = "timed ops"
 """The runner's beat after each cycle whose ops were timed."""
 VERSION = 5
 """Changes with what a file holds, and with how ops and whole plans are timed."""
-HOST_PRICED = ("selective", "remake")  # kinds of choices that cost the host time besides their ops
-ANCHORS = ("save", "recompute", "offload", *HOST_PRICED)  # kinds whose uniform plans are timed whole
+WITH_HOST_TIME = ("selective", "remake")  # kinds of choices that cost the host time besides their ops
+ANCHORS = ("save", "recompute", "offload", *WITH_HOST_TIME)  # kinds whose uniform plans are timed whole
 RERUN_RANGE, QUEUED_RERUN_RANGE = (0.5, 2.0), (0.5, 8.0)
 COPY_RANGE = (0.02, 5.0)  # probes of single copies are off by less than this
 
@@ -315,7 +315,7 @@ def calibrated(times: OpTimes, graphs: Mapping[str, Graph], seconds: Mapping[str
             rates = {name: getattr(times, name) / scale for name in ("copy_out_bandwidth", "copy_in_bandwidth")}
             times = times.model_copy(update=rates)
     host = {}
-    for kind in HOST_PRICED:
+    for kind in WITH_HOST_TIME:
         if kind in seconds:
             extra = _target(times, graphs, seconds, kind) - simulate(graphs[kind], times).step_seconds
             host[kind] = max(0.0, extra) / max(1, len(graphs[kind].blocks()))

@@ -20,7 +20,7 @@ def build_problem(
     menus: Sequence[Menu],
     budget_bytes: int,
     *,
-    price: Mapping[str, float] | None = None,
+    scale: Mapping[str, float] | None = None,
     host_budget: int | None = None,
     base_seconds: float = 0.0,
     head: Unit | None = None,
@@ -29,14 +29,14 @@ def build_problem(
     """The planning problem whose points are the op ranges of ``base``, the ghost run of plain training.
 
     A point's ``base`` bytes are what the graph holds there less what the menus say that units hold. So plain training
-    gets its exact bytes, accumulated gradients and all micro-batches included. ``price`` has factors on the extra
+    gets its exact bytes, accumulated gradients and all micro-batches included. ``scale`` has factors on the extra
     seconds by kind of choice, ``host_budget`` bounds the bytes of all units on the host, ``base_seconds`` is the time
     of the plain step. An output ``head`` that has a menu is the last unit. As many units are nearly free to offload as
     ``hidden_bandwidth`` bytes per second of the link allow.
     """
     by_kind = {menu.kind: menu for menu in menus}
     planned = [*base.blocks(), *([head] if head is not None else [])]
-    units = [_unit(unit.name, by_kind[unit.kind], price or {}) for unit in planned]
+    units = [_unit(unit.name, by_kind[unit.kind], scale or {}) for unit in planned]
     saving = [unit.options[0] for unit in units]
     parts = op_ranges(base, [unit.name for unit in planned])
     before = [0]
@@ -92,12 +92,12 @@ def passed_on(base: Graph, units: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _unit(name: str, menu: Menu, price: Mapping[str, float]) -> UnitOptions:
+def _unit(name: str, menu: Menu, scale: Mapping[str, float]) -> UnitOptions:
     plain = menu.items[0].seconds
     options = [
         Option(
             choice=item.choice,
-            seconds=(item.seconds - plain) * price.get(item.choice.kind, 1.0),
+            seconds=(item.seconds - plain) * scale.get(item.choice.kind, 1.0),
             kept=item.kept_bytes,
             forward=item.forward_peak_bytes,
             backward=item.backward_peak_bytes,

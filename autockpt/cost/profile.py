@@ -104,7 +104,7 @@ class CostModel:
         head = self.head.name if self.head is not None else None
         return {name: choice for name, choice in choices.items() if name != head or choice != SAVE}
 
-    def problem(self, budget_bytes: int, price: Mapping[str, float] | None = None, *, hidden: float = 0.0) -> Problem:
+    def problem(self, budget_bytes: int, scale: Mapping[str, float] | None = None, *, hidden: float = 0.0) -> Problem:
         """The planning problem of this workload. ``budget_bytes`` are without the device's own overhead.
 
         ``hidden`` is the share of the link's time in forward that hidden copies may take.
@@ -113,7 +113,7 @@ class CostModel:
             self.base,
             self.profile.menus,
             budget_bytes=budget_bytes,
-            price=price,
+            scale=scale,
             host_budget=self.host_budget,
             base_seconds=self.profile.save_all_seconds,
             head=self.head,

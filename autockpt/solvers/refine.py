@@ -29,7 +29,7 @@ class Checked(NamedTuple):
 
     ``point_bytes``, where it can say, holds the bytes at each of the problem's points, in their order (None: unseen).
     ``host_bytes`` are those on the host, compared with the problem's ``host_budget`` where it has one. Which of two
-    plans is faster is the problem's to say, whose prices a tuner may have set.
+    plans is faster is the problem's to say, whose costs a tuner may have scaled.
     """
 
     peak_bytes: int

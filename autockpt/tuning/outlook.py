@@ -16,7 +16,7 @@ from autockpt.schema.trial import GhostAnswer, Outlook
 from autockpt.solvers import exact
 from autockpt.solvers.problem import peak_of
 from autockpt.tuning.loop import Loop
-from autockpt.tuning.refit import fit, priced
+from autockpt.tuning.refit import fit, offers
 from autockpt.tuning.trials import HIDDEN_COPIES
 
 BUDGETS = 12  # between the leanest plan's and that of saving everything
@@ -64,7 +64,7 @@ def plans_around(
     problem = cost_model.problem(0, scale, hidden=hidden)
     saving = {unit.name: SAVE for unit in problem.units}
     offset = cost_model.predictor.device.overhead_bytes
-    if best.predicted is not None and priced(problem, best.choices):
+    if best.predicted is not None and offers(problem, best.choices):
         offset = best.predicted.peak_bytes - peak_of(problem, saving | best.choices)
     high = peak_of(problem, saving) + offset
     low = min([high, *(run.predicted.peak_bytes for run in ghost_runs(cost_model))])

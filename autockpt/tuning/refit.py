@@ -23,7 +23,7 @@ SCALE_RANGE = (0.2, 5.0)
 
 @dataclass(frozen=True)
 class Fit:
-    """``seconds ≈ base_seconds + Σ scale[kind] · priced seconds``; ``error_seconds`` is the largest miss so far."""
+    """``seconds ≈ base_seconds + Σ scale[kind] · profiled seconds``; ``error_seconds`` is the largest miss so far."""
 
     base_seconds: float
     scale: dict[str, float] = field(default_factory=dict)
@@ -42,7 +42,7 @@ def fit(problem: Problem, trials: Sequence[Trial]) -> Fit:
     ``problem`` must have unscaled costs.
     """
     head_only = set(choice_kinds("head")) - set(choice_kinds("block"))
-    scored = [t for t in trials if math.isfinite(t.score_seconds) and priced(problem, t.choices)]
+    scored = [t for t in trials if math.isfinite(t.score_seconds) and offers(problem, t.choices)]
     if not scored:
         return Fit(problem.base_seconds)
     rows = [_features(problem, t.choices) for t in scored]
@@ -76,10 +76,10 @@ def expected_seconds(problem: Problem, trials: Sequence[Trial]) -> dict[int, flo
     scale, expected = fit(problem, trials).scale, dict[int, float]()
     for trial in trials:
         seconds = trial.predicted.step_seconds if trial.predicted is not None else None
-        if trial.measured is None or seconds is None or not priced(problem, trial.choices):
+        if trial.measured is None or seconds is None or not offers(problem, trial.choices):
             continue
-        for kind, priced_seconds in _features(problem, trial.choices).items():
-            seconds += (scale.get(kind, 1.0) - 1.0) * priced_seconds
+        for kind, profiled in _features(problem, trial.choices).items():
+            seconds += (scale.get(kind, 1.0) - 1.0) * profiled
         expected[trial.number] = max(seconds, 1e-9)
     return expected
 
@@ -99,8 +99,8 @@ def unseen_bytes(trials: Sequence[Trial]) -> int:
     return max([0, *(t.measured.peak_bytes - t.predicted.peak_bytes for t in trials if t.measured and t.predicted)])
 
 
-def priced(problem: Problem, choices: Mapping[str, Choice]) -> bool:
-    """Whether the problem has a cost for every choice, which plans of other searches may not have."""
+def offers(problem: Problem, choices: Mapping[str, Choice]) -> bool:
+    """Whether the problem offers every choice of a plan; one of another search may have others."""
     offered = {unit.name: [option.choice for option in unit.options] for unit in problem.units}
     return all(choice in offered.get(name, [SAVE]) for name, choice in choices.items())
 

@@ -64,11 +64,11 @@ def test_the_linear_peak_is_the_ghost_peak_of_any_mix(how):
         assert peak_of(problem, choices) == step(NAMES, choices, **how).peak_bytes
 
 
-def test_prices_are_the_tuners_knobs():
+def test_costs_are_scaled_by_kind_of_choice():
     base = step(NAMES)
     menus = build_menus(base, {(0, RECOMPUTE): step(NAMES, {"layers.2": RECOMPUTE})}, simulation)
     plain = build_problem(base, menus, 5000, base_seconds=40.0)
-    turned = build_problem(base, menus, 5000, price={"recompute": 1.5}, base_seconds=40.0)
+    turned = build_problem(base, menus, 5000, scale={"recompute": 1.5}, base_seconds=40.0)
     assert plain.budget_bytes == turned.budget_bytes == 5000 and turned.base_seconds == 40.0
     everything = dict.fromkeys(NAMES, RECOMPUTE)
     assert seconds_of(plain, everything) == pytest.approx(5 * 2.0)

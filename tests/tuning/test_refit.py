@@ -1,4 +1,4 @@
-"""Refitting prices to measurements recovers what the device really does."""
+"""Refitting costs to measurements recovers what the device really does."""
 
 import pytest
 from hypothesis import given

@@ -25,7 +25,7 @@ from autockpt.tuning.clock import PROFILING, Clock
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.proposers.sampler import NEUTRAL, Study, knobs_for, sampler_for
-from autockpt.tuning.refit import Fit, expected_seconds, fit, noise_of, of_known_noise, priced, unseen_bytes
+from autockpt.tuning.refit import Fit, expected_seconds, fit, noise_of, of_known_noise, offers, unseen_bytes
 from autockpt.tuning.targets.base import CHECKS, Target
 from autockpt.tuning.trials import (
     AS_FAST,
@@ -253,7 +253,7 @@ class SolverProposer(Proposer):
             return
         hidden = float(best.parameters.get(HIDDEN_COPIES, 0.0))
         problem = self._problem(self._fit.scale, hidden=hidden)
-        if not priced(problem, best.choices):
+        if not offers(problem, best.choices):
             return
         chosen, alike = {unit.name: SAVE for unit in problem.units} | best.choices, int(AS_LEAN * problem.budget_bytes)
         most = seconds_of(problem, chosen) + AS_FAST * best.score_seconds
@@ -344,7 +344,7 @@ class SolverProposer(Proposer):
         predict, problem = self._fit.predict, self.unscaled_problem
         choices, _ = self._solved({}, CHECKS)
         most = predict(problem, choices) * (1 + AS_FAST)
-        fitting = [t for t in of_known_noise(self.trials.scored) if t.feasible and priced(problem, t.choices)]
+        fitting = [t for t in of_known_noise(self.trials.scored) if t.feasible and offers(problem, t.choices)]
         known = [(t, seconds) for t in fitting if (seconds := predict(problem, t.choices)) <= most]
         return any(t.score_seconds <= seconds * (1 + max(AS_FAST, 2 * noise_of(t))) for t, seconds in known)
 
@@ -355,13 +355,13 @@ class SolverProposer(Proposer):
         """Cost coefficients fitted to the trials so far."""
         return fit(self.unscaled_problem, self.trials.scored)
 
-    def _problem(self, prices: Mapping[str, float], *, margin: float = 0.0, hidden: float = 0.0) -> Problem:
-        """The planning problem at these cost factors; ``margin`` is the share of the budget that is left free.
+    def _problem(self, scale: Mapping[str, float], *, margin: float = 0.0, hidden: float = 0.0) -> Problem:
+        """The planning problem with costs scaled by kind of choice and a ``margin``, a share of the budget, left free.
 
         ``hidden`` is the share of the link's time in forward that hidden copies may take.
         """
         budget_bytes = self._ghost_budget_bytes - int(self._usable_bytes * margin)
-        return self.cost_model.problem(budget_bytes, prices, hidden=hidden)
+        return self.cost_model.problem(budget_bytes, scale, hidden=hidden)
 
     @property
     def _ghost_budget_bytes(self) -> int:
@@ -391,11 +391,11 @@ class SolverProposer(Proposer):
 
     def _problem_at(self, parameters: Parameters) -> Problem:
         """The planning problem with these knobs; ``<kind>_price`` is a factor on the fitted costs."""
-        scale = self._fit.scale
-        kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | {*scale}
-        prices = {kind: scale.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
+        fitted = self._fit.scale
+        kinds = {name.removesuffix("_price") for name in parameters if name.endswith("_price")} | {*fitted}
+        scale = {kind: fitted.get(kind, 1.0) * float(parameters.get(f"{kind}_price", 1.0)) for kind in kinds}
         margin, hidden = (float(parameters.get(name, 0.0)) for name in ("margin", HIDDEN_COPIES))
-        return self._problem(prices, margin=margin, hidden=hidden)
+        return self._problem(scale, margin=margin, hidden=hidden)
 
     def _solved(self, parameters: Parameters, calls: int) -> tuple[dict[str, Choice], bool]:
         """The solver's plan with these knobs, and whether its ghost run fits."""
