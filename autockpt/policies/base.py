@@ -28,7 +28,7 @@ from autockpt.checkpointing.divergence import DivergenceCheck, UnitCheck
 from autockpt.checkpointing.replay_context import current_transform
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
-from autockpt.policies.compiling import skip_frame
+from autockpt.policies.compiling import at_trace_time, skip_frames
 from autockpt.schema.choices import ATTENTION, Choice
 from autockpt.schema.names import fold, strip_prefixes
 
@@ -37,13 +37,10 @@ _CALL = nn.Module._call_impl.__code__
 _CALL_WITH_HOOKS = next(c for c in _CALL.co_consts if isinstance(c, CodeType) and c.co_name == "inner")
 
 
+@at_trace_time
 def warn(text: str) -> None:
-    """Give a warning. Run for real while the compiler traces."""
+    """Give a warning, also while the compiler traces."""
     warnings.warn(text, stacklevel=6)
-
-
-# What torch.compiler.assume_constant_result does, which imports the compiler.
-warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Attachment:
@@ -166,7 +163,7 @@ class _UncompiledForward(AttachedForward):
         return self.func(module, state, *args, **kwargs)
 
 
-skip_frame(_UncompiledForward.__call__)
+skip_frames(_UncompiledForward.__call__)
 
 
 def _called(caller: nn.Module, module: nn.Module, unit: str) -> nn.Module:

@@ -40,16 +40,26 @@ def compiled_by(compiler: Any) -> Iterator[Any]:
         set_compiler(before)
 
 
-def skip_frame(function: F, *, calls: bool = True) -> F:
-    """Have the compiler skip the frames of a function, and of what it ``calls``, between two graphs.
+def skip_frames(*functions: Any, calls: bool = True) -> None:
+    """Have the compiler skip the frames of functions, and of what they ``calls``, between two graphs.
 
-    Where the function can be part of a graph it is.
+    There it would compile what autograd and torch call: hooks on saved tensors, modes. Where a function can be part of
+    a graph it is.
     """
     # by code object: torch.compiler.disable wraps a function instead, which is then never a part of a graph
     eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     action = eval_frame._FrameAction
     called = action.SKIP if calls else action.DEFAULT
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, called))
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, called))
+
+
+def at_trace_time(function: F) -> F:
+    """Have the compiler run a function for real while it traces.
+
+    As ``torch.compiler.assume_constant_result``, whose call imports the compiler: that takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
@@ -62,6 +72,7 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+@at_trace_time
 def traces_backward() -> bool:
     """Whether the compiler at work makes forward and backward of one graph: all but those for looking at it do.
 
@@ -74,8 +85,6 @@ def traces_backward() -> bool:
 
 
 _EAGER_BACKENDS = ("eager", "eager_noexcept", "eager_debug", "pre_dispatch_eager", "ts")
-# Run for real while the compiler traces: what torch.compiler.assume_constant_result does, which imports the compiler.
-traces_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def eagerly(run: F, *, recursive: bool = True, reason: str | None = None, warning: str | None = None) -> F:
@@ -85,14 +94,12 @@ def eagerly(run: F, *, recursive: bool = True, reason: str | None = None, warnin
     """
     disabled: list[Callable[..., Any]] = []
 
+    @at_trace_time
     def prepare() -> None:
         if warning is not None:
             warnings.warn(warning, stacklevel=2)
         if not disabled:
             disabled.append(torch.compiler.disable(run, recursive=recursive, reason=reason))
-
-    # Run for real while the compiler traces: what torch.compiler.assume_constant_result does, which imports it as well.
-    prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def outside(*args: Any, **kwargs: Any) -> Any:
         # up to some torch behind 2.11 `torch.compiler.is_exporting()` is true wherever the compiler is at work
@@ -103,7 +110,7 @@ def eagerly(run: F, *, recursive: bool = True, reason: str | None = None, warnin
 
     # Where the compiler has given up on what calls this (recompile_limit) it is called for real, and the compiler would
     # take on what is in it: in the first of two runs, not in the second.
-    skip_frame(run, calls=recursive)
+    skip_frames(run, calls=recursive)
     # The compiler counts how often a code object was compiled: each function needs its own.
     outside.__code__ = outside.__code__.replace(co_name=run.__name__)
     return functools.wraps(run)(outside)  # type: ignore[return-value]
@@ -135,6 +142,7 @@ _OURS = 2e-9
 _before: dict[str, Any] = {}  # what torch._functorch.config was before the compilation that is going on
 
 
+@at_trace_time
 def claim(fraction: str | None = None) -> None:
     """Have the graph that is being traced mended before it is split, and split with a budget of ``fraction``.
 
@@ -157,10 +165,6 @@ def claim(fraction: str | None = None) -> None:
     for key, value in settings.items():
         _before.setdefault(key, getattr(config, key))
         setattr(config, key, value)
-
-
-# What torch.compiler.assume_constant_result does: calling that imports the compiler, which takes a second.
-claim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _release(arguments: Any) -> None:

@@ -21,7 +21,7 @@ from autockpt.checkpointing.fingerprint import quietly
 from autockpt.checkpointing.offloaded import address_of
 from autockpt.checkpointing.replay_context import AutocastState
 from autockpt.errors import ConflictError, InPlaceError
-from autockpt.policies.compiling import compiled_by, skip_frame
+from autockpt.policies.compiling import compiled_by, skip_frames
 
 _plain_call = torch._C.DisableTorchFunction  # inside, neither subclasses nor function modes see a call
 Elementwise = Callable[[Tensor], Tensor]
@@ -337,7 +337,7 @@ class LazyLogits(Tensor):
 
 
 _entered: Any = LazyLogits.__torch_function__.__func__  # type: ignore[attr-defined]
-skip_frame(_entered, calls=False)
+skip_frames(_entered, calls=False)
 _entered._torchdynamo_disable = True  # never a part of a graph, as torch.compiler.disable says
 
 

@@ -19,7 +19,7 @@ from autockpt.checkpointing.offloaded import OffloadedCall, OffloadHooks
 from autockpt.devices.base import Transport
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, device_of, is_enabled
-from autockpt.policies.compiling import compiled_by, eagerly, outside_graphs, skip_frame
+from autockpt.policies.compiling import compiled_by, eagerly, outside_graphs, skip_frames
 from autockpt.policies.conflicts import refuse_by_message, refuse_capture, refuse_modules
 from autockpt.policies.recompute import attach_recompute
 from autockpt.policies.saved_weights import keep_identity
@@ -183,6 +183,4 @@ def _fetch(call: weakref.ref[OffloadedCall], gradients: Any) -> None:
         alive.fetch()
 
 
-# Between two graphs the compiler would take on what autograd calls for each saved tensor.
-for _hook in (OffloadHooks.pack, unpack):
-    skip_frame(_hook)
+skip_frames(OffloadHooks.pack, unpack)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled
-from autockpt.policies.compiling import claim, outside_graphs, skip_frame, traces_backward
+from autockpt.policies.compiling import claim, outside_graphs, skip_frames, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.saved_weights import keep_identity
 from autockpt.policies.tiles import attach_tiles
@@ -95,7 +95,7 @@ def recompute_in_graph(module: nn.Module, state: RecomputeState, args: tuple[Any
 
 
 # Compiled as a part of others only: so a graph breaks before it, and what is called then is this and not torch's.
-skip_frame(recompute_in_graph)
+skip_frames(recompute_in_graph)
 
 
 def run_in_frame(module: nn.Module, state: RecomputeState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,6 +112,4 @@ _recompute_between_graphs = outside_graphs(
     "recompute` or `selective", "would run again with other random numbers under this backend", inside=True
 )(run_in_frame)
 
-# Between two graphs the compiler would take on what autograd calls for each saved tensor.
-for _hook in (CheckpointFrame.pack, CheckpointFrame.unpack, CheckpointFrame.repack):
-    skip_frame(_hook)
+skip_frames(CheckpointFrame.pack, CheckpointFrame.unpack, CheckpointFrame.repack)

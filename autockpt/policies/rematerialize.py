@@ -25,7 +25,7 @@ from autockpt.checkpointing.replay_context import autocast_depth, sequence_nr
 from autockpt.errors import ConflictError
 from autockpt.interpreter import patched
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled, modules_named
-from autockpt.policies.compiling import compiled_by, outside_graphs, skip_frame
+from autockpt.policies.compiling import compiled_by, outside_graphs, skip_frames
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
 from autockpt.policies.saved_weights import keep_identity
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Remake
@@ -60,7 +60,6 @@ class RecordingMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # not wrapped by torch, which costs more than looking at an op
 
-    @partial(skip_frame, calls=False)
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with compiled_by(None) as compiler:  # else it would take on what is called here
             if compiler or self._is_changed(func, args):
@@ -86,6 +85,7 @@ class RecordingMode(TorchDispatchMode):
         return func in _OF_COMPLEX and args[0].is_complex()
 
 
+skip_frames(RecordingMode.__torch_dispatch__, calls=False)
 _PYTHON_NODE = torch.autograd.function.BackwardCFunction
 
 
@@ -158,9 +158,7 @@ def run_rematerialized(module: nn.Module, state: RemakeState, /, *args: Any, **k
     return output
 
 
-# Between two graphs the compiler would take on what autograd calls for each saved tensor.
-for _hook in (RecordedCall.pack, RecordedCall.hold, RecordedCall.unpack):
-    skip_frame(_hook)
+skip_frames(RecordedCall.pack, RecordedCall.hold, RecordedCall.unpack)
 
 
 def _refuse_custom_functions(output: Any, since: int, unit: str) -> None:

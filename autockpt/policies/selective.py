@@ -23,7 +23,7 @@ from autockpt.checkpointing.kept_outputs import FunctionScopes, KeepingFrame, Sc
 from autockpt.checkpointing.op_table import is_attention, is_heavy
 from autockpt.errors import PlanError
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, modules_named, take_off
-from autockpt.policies.compiling import skip_frame
+from autockpt.policies.compiling import skip_frames
 from autockpt.policies.conflicts import refuse_modules
 from autockpt.policies.recompute import RecomputeState, run_recomputed
 from autockpt.schema.choices import ATTENTION, EVERYTHING, Selective
@@ -107,8 +107,7 @@ def run_scope(module: nn.Module, state: ScopeState, /, *args: Any, **kwargs: Any
         return call_inner(module, state, args, kwargs)
 
 
-# Between two graphs the compiler would take on what torch calls for each function.
-skip_frame(FunctionScopes.__torch_function__)
+skip_frames(FunctionScopes.__torch_function__)
 
 
 def attach_selective(unit: PlannedUnit, session: Session) -> None:
