@@ -32,12 +32,18 @@ def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
 
 
 def _itself(tensor: Any) -> Any:
-    """The leaf that a tensor stands for; the tensor itself where it is that leaf, or a copy that hooks made."""
-    if tensor is None or type(tensor) is nn.Parameter or not (tensor.requires_grad and tensor.is_leaf):
+    """The leaf that a tensor stands for; the tensor itself where it is that leaf, or a copy that hooks made.
+
+    A view that a function's forward has made of what it was given calls itself a leaf, and has no accumulator. Sparse,
+    jagged and the like have no view to ask for one.
+    """
+    if tensor is None or type(tensor) is nn.Parameter or tensor.layout is not torch.strided:
+        return tensor
+    if not (tensor.requires_grad and tensor.is_leaf):
         return tensor
     with torch.inference_mode(False), torch.enable_grad(), quietly():
         node: Any = tensor.view_as(tensor).grad_fn
-        leaf = node.next_functions[0][0].variable
+        leaf = getattr(node.next_functions[0][0], "variable", tensor)
         memory = address_of(tensor)
         same = memory is not None and memory == address_of(leaf) and layout_of(leaf) == layout_of(tensor)
     return leaf if same else tensor

@@ -92,3 +92,29 @@ def test_gradients_of_gradients_lead_to_the_weight():
         (first,) = torch.autograd.grad(model(torch.ones(D, D)).sum(), [unit.weight], create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), [unit.weight])
     assert Squared.given == [unit.weight] and bool((second == 2).all())  # type: ignore[attr-defined]
+
+
+class Rows(torch.autograd.Function):
+    """Saves a view that its forward has made of what it was given, as PEFT's C3A and Liger's kernels do, and more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor) -> Tensor:
+        ctx.save_for_backward(x.view(-1, D), leaf)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows, leaf = ctx.saved_tensors
+        assert rows.is_leaf and leaf.is_leaf
+        return gradients[0] * 2, None
+
+
+def test_views_and_odd_layouts_are_as_they_were_saved():
+    inside = nn.Linear(D, D)
+    with attach(nn.Sequential(inside), {"0": RECOMPUTE}):  # which outlives it, in all of the process
+        inside(torch.ones(D)).sum().backward()
+    jagged = torch.nested.nested_tensor([torch.ones(2, D)], layout=torch.jagged)
+    for leaf in (torch.eye(D).to_sparse(), torch.eye(D).to_sparse_csr(), torch.eye(D).to_mkldnn(), jagged):
+        for x in (given := torch.ones(3, D, requires_grad=True), given * 1):
+            Rows.apply(x, leaf.requires_grad_()).sum().backward()
+        assert bool((given.grad == 4).all())
