@@ -140,6 +140,8 @@ def test_plans_apply_under_prompt_tuning_and_name_the_heads():
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = peft.get_peft_model(LLAMA.make(), prompts)
     attached = apply(model, plan).attached
+    with model.eval().disable_adapter():  # has the base's forward in the place of its own
+        assert torch.equal(model(**LLAMA.batch()).loss, model.base_model(**LLAMA.batch()).loss)
     assert attached["layers.1"].startswith("recompute")
     assert attached["base_model.lm_head"].startswith("chunked_softmax")
     for other, name in (LLAMA.make(), "lm_hed"), (model, "somewhere"):
