@@ -66,10 +66,10 @@ class Schedule:
         self.calls += 1
         if self.calls > FIRST_CALLS and self.calls < self._due:
             return None
-        late, self._last = self.calls - self._last - 1, self.calls
+        unchecked, self._last = self.calls - self._last - 1, self.calls
         if self.calls >= FIRST_CALLS:
             self._due, self._gap = self.calls + self._gap + 1, min(2 * self._gap, LONGEST)
-        return late
+        return unchecked
 
 
 @dataclass
@@ -234,8 +234,7 @@ class UnitCheck:
             return None
         call = CheckedCall(self)
         # where units are called without the model around them, no forward of it ends
-        still_open = (ref for ref in self.sentinels.open if ref() is not None)
-        self.sentinels.open = [*still_open, weakref.ref(call)]
+        self.sentinels.open = [ref for ref in (*self.sentinels.open, weakref.ref(call)) if ref() is not None]
         return call
 
 

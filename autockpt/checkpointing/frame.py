@@ -61,12 +61,12 @@ class CheckpointFrame:
     #   _context, _before, _training    random state and modes; attributes as they were before; training flags
     # While the forward runs:
     #   _live                           the inputs themselves; None afterwards
-    #   _late                           of a checked call, from which it is learned what the unit's forward changes: how
+    #   _unchecked                      of a checked call, from which it is learned what the unit's forward changes: how
     #                                   many went unchecked before it; None in others
-    #   _learned                        numbers of indices that calls of this kind keep, shared by them
+    #   _index_numbers                  the numbers of indices that calls of this kind keep, shared by them
     #   _looked_at                      the numbers that `pack` looks at
     # From forward to backward, by the number of the saved tensor:
-    #   _sizes, _chosen                 how many elements it has; indices that are kept, with their version
+    #   _sizes, _indices                how many elements it has; indices that are kept, with their version
     #   _observer, _compared            what compares it with its recomputation, where that is done; its comparison
     # In backward:
     #   _values                         recomputed tensors, with their versions, until autograd asks for them
@@ -76,9 +76,9 @@ class CheckpointFrame:
     # There is no dictionary, and few objects in all: the more there are that live until backward, the oftener Python's
     # garbage collector looks through everything.
     __slots__ = (
-        *("_before", "_chosen", "_compared", "_context", "_filled", "_forward", "_inputs", "_late", "_learned"),
-        *("_live", "_looked_at", "_observer", "_parameters", "_restored_set", "_shared", "_sizes", "_template"),
-        *("_to_end", "_training", "_trains", "_unit", "_until", "_values", "_versions"),
+        *("_before", "_compared", "_context", "_filled", "_forward", "_index_numbers", "_indices", "_inputs", "_live"),
+        *("_looked_at", "_observer", "_parameters", "_restored_set", "_shared", "_sizes", "_template", "_to_end"),
+        *("_training", "_trains", "_unchecked", "_unit", "_until", "_values", "_versions"),
         "name",
     )
 
@@ -99,10 +99,10 @@ class CheckpointFrame:
         try:
             self._template = flatten((args, kwargs), live, generators)
             kind = unit.kind_of(live)
-            self._late = late = kind.schedule.next()
+            self._unchecked = unchecked = kind.schedule.next()
             self._inputs = hold(live)
             self._versions = [parameter._version for parameter in parameters if parameter is not None]
-            self._context = ReplayContext(kind.accelerators, generators, late is not None or unit.draws_in_python)
+            self._context = ReplayContext(kind.accelerators, generators, unchecked is not None or unit.draws_in_python)
         except RuntimeError as error:
             known = isinstance(error, RecursionError | CannotBeCopied)
             if known or any(word in str(error) for word in ("nference", "capture")):
@@ -110,12 +110,12 @@ class CheckpointFrame:
             raise
         self._trains = [tensor.requires_grad for tensor in live]
         self._training = unit.training()
-        self._before: list[Entry] = unit.state.take() if unit.state.lively else []
-        self._learned = kind.indices
-        self._chosen: dict[int, tuple[torch.Tensor, int]] = {}
-        self._observer = unit.check.observer(checked=late is not None)
+        self._before: list[Entry] = unit.state.take() if unit.state.changing else []
+        self._index_numbers = kind.indices
+        self._indices: dict[int, tuple[torch.Tensor, int]] = {}
+        self._observer = unit.check.observer(checked=unchecked is not None)
         # frames that keep outputs look at more
-        self._looked_at: Collection[int] = kind.indices if late is None and self._observer is None else ALL
+        self._looked_at: Collection[int] = kind.indices if unchecked is None and self._observer is None else ALL
         self._compared: dict[int, CheckedTensor] = {}
         self._sizes: list[int] = []  # numbers of elements of what is saved
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
@@ -129,7 +129,7 @@ class CheckpointFrame:
         finds changed inputs and parameters.
         """
         state, live = self._unit.state, self._live or []
-        before = None if self._late is None else (list(map(_version, live)), state.take_all(), state.effects())
+        before = None if self._unchecked is None else (list(map(_version, live)), state.take_all(), state.effects())
         with saved_tensors_hooks(self.pack, self.unpack):
             output = self._forward(*args, **kwargs)
         if before is not None:
@@ -137,7 +137,7 @@ class CheckpointFrame:
         self._live = None
         if self._observer is not None:
             self._observer.forward_ended()
-        if self._chosen:  # of which a checked call has let go by now
+        if self._indices:  # of which a checked call has let go by now
             self._keep_own_indices()
         return output
 
@@ -158,7 +158,7 @@ class CheckpointFrame:
             self._parameters, self._training = unit.parameters(), unit.training()
             self._versions = list(map(_version, self._present()))
         installed = state.installed(effects)
-        self._before = state.learn(everything, late=self._late or 0)
+        self._before = state.learn(everything, unchecked=self._unchecked or 0)
         if installed:  # a recomputation must not install hooks again
             self._before = [entry for entry in self._before if not entry.marks_done]
         unit.draws_in_python |= self._context.forget_python_unless_drawn()
@@ -177,7 +177,7 @@ class CheckpointFrame:
 
     def _look_at(self, number: int, tensor: torch.Tensor) -> None:
         if tensor.dtype is torch.int64 and tensor.is_contiguous() and self._are_few(tensor):
-            self._chosen[number] = tensor.detach(), tensor._version
+            self._indices[number] = tensor.detach(), tensor._version
         if self._observer is not None:
             self._compared[number] = self._observer.look_at(number, tensor)
 
@@ -189,13 +189,13 @@ class CheckpointFrame:
 
     def _keep_own_indices(self) -> None:
         """Keep those that nothing but this frame holds now that the forward has ended, and look for these next time."""
-        kept = Counter(indices.untyped_storage()._cdata for indices, _ in self._chosen.values())
-        for number, (indices, _) in [*self._chosen.items()]:
+        kept = Counter(indices.untyped_storage()._cdata for indices, _ in self._indices.values())
+        for number, (indices, _) in [*self._indices.items()]:
             if holders(indices) == kept[indices.untyped_storage()._cdata]:
-                self._learned.add(number)
+                self._index_numbers.add(number)
             else:
-                self._learned.discard(number)
-                del self._chosen[number]
+                self._index_numbers.discard(number)
+                del self._indices[number]
 
     # In backward.
 
@@ -276,8 +276,8 @@ class CheckpointFrame:
             raise diverged(self.name, what)
         if self._shared and value.untyped_storage()._cdata in self._shared:
             value = value.clone()  # a buffer that is about to be written to
-        if (chosen := self._chosen.get(number)) is not None and chosen[0]._version == chosen[1]:
-            value.data.copy_(chosen[0])  # by way of `data` it counts as no change
+        if (kept := self._indices.get(number)) is not None and kept[0]._version == kept[1]:
+            value.data.copy_(kept[0])  # by way of `data` it counts as no change
         self._values[number] = value, value._version
         self._filled = number = number + 1
         if number == self._until:

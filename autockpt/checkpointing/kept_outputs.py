@@ -211,7 +211,7 @@ class KeepingFrame(CheckpointFrame):
         inputs = [_type_of(tensor) for tensor in self._live or () if not tensor.is_nested]
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
         self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
-        self._pattern: CallPattern | None = None if self._late is not None else unit.learned.get(self._key)
+        self._pattern: CallPattern | None = None if self._unchecked is not None else unit.learned.get(self._key)
         self._caught: list[tuple[Any, Output | None]] = []
         self._learning: list[KeptCall] = []
         self._noted: list[torch.Tensor] | None = None  # what is saved in a call that is learned from
@@ -253,7 +253,7 @@ class KeepingFrame(CheckpointFrame):
         a small op for every function.
         """
         if self._row is None:
-            pattern, learns = self._pattern, scope.called or self._late is not None
+            pattern, learns = self._pattern, scope.called or self._unchecked is not None
             return FunctionScopes(self, scope) if (learns if pattern is None else pattern.catches_functions) else None
         for place in range(self._next, len(self._row)):
             call = self._row[place][0]
@@ -299,7 +299,7 @@ class KeepingFrame(CheckpointFrame):
         """A call of which it is not known yet what it saves."""
         call = KeptCall(scope, function, len(self._sizes))
         self._learning.append(call)  # first, for calls that fail: the unit may go on
-        before = self._context.now() if self._late is not None else None
+        before = self._context.now() if self._unchecked is not None else None
         plain = (v for v in _given(function, args, kwargs) if type(v) in _PLAIN and not v.is_inference())
         given = [(value, value._version) for value in plain]
         self._noted = noted = []
@@ -313,7 +313,7 @@ class KeepingFrame(CheckpointFrame):
         if function not in scope.again:
             with torch._C.DisableTorchFunction():
                 call.learn(output, noted, _given(function, args, kwargs))
-            if self._late is not None and not self._unit.is_measured:
+            if self._unchecked is not None and not self._unit.is_measured:
                 call.look_at_memory()
         return output
 

@@ -155,15 +155,15 @@ class ModuleState:
         self.fields = [vars(inner) for inner in self.modules]
         # FullyShardedDataParallel puts views of its own in the place of parameters
         self._sharded = {id(f) for f in self.fields if "_is_fsdp_managed_module" in f}
-        # Where forwards change something. Kernels of norms write without a new version, so they are known by type.
-        self.lively: dict[Key, dict[str, Any]] = {}
+        # Where forwards change something. Kernels of norms write without a new version: those are found by type.
+        self.changing: dict[Key, dict[str, Any]] = {}
         for norm in filter(_writes_unseen, self.modules):
-            self.lively |= {(id(norm._buffers), name): norm._buffers for name in norm._buffers}
+            self.changing |= {(id(norm._buffers), name): norm._buffers for name in norm._buffers}
         self._installs = False  # a forward registered hooks
 
     def take(self) -> list[Entry]:
         """What forwards change, as it is now."""
-        return [Entry.of(home, name) for (_, name), home in self.lively.items()]
+        return [Entry.of(home, name) for (_, name), home in self.changing.items()]
 
     def take_all(self) -> dict[Key, Entry]:
         """Everything, as it is now: for a call in which it is learned what changes."""
@@ -175,16 +175,16 @@ class ModuleState:
         places += [(fields, name) for fields in self.fields[1:] for name in _HOOKS if fields[name]]
         return {(id(home), name): Entry.of(home, name) for home, name in places}
 
-    def learn(self, before: dict[Key, Entry], *, late: int) -> list[Entry]:
+    def learn(self, before: dict[Key, Entry], *, unchecked: int) -> list[Entry]:
         """A forward has ended that began with ``before``. Returns what it changed, or others did, as it was then.
 
-        ``late``: calls since the last one in which this was looked at; 0 in the first ones. Raises ConflictError where
-        the forward changed what there is no copy of, or began to count in one of these calls.
+        ``unchecked``: calls since the last one in which this was looked at; 0 in the first ones. Raises ConflictError
+        where the forward changed what there is no copy of, or began to count in one of these calls.
         """
         after, buffers = self.take_all(), {id(b) for fields in self.fields for b in fields["_buffers"].values()}
         for key in {**before, **after}:
             if key[1] in _HOOKS:
-                self.lively[key] = (before.get(key) or after[key]).home
+                self.changing[key] = (before.get(key) or after[key]).home
                 continue
             then = before.get(key) or Entry(after[key].home, after[key].name, _ABSENT, None, [0])
             now = after.get(key) or Entry(then.home, then.name, _ABSENT, None, [0])
@@ -196,11 +196,12 @@ class ModuleState:
                 counts = True
             else:
                 continue
-            if counts and late and key not in self.lively:
-                raise self._refusal(then, f"began to change within the last {late} calls, and may have changed twice")
-            self.lively[key] = then.home
+            if counts and unchecked and key not in self.changing:
+                what = f"began to change within the last {unchecked} calls, and may have changed twice"
+                raise self._refusal(then, what)
+            self.changing[key] = then.home
             before[key] = then
-        return [before[key] for key in self.lively if key in before]
+        return [before[key] for key in self.changing if key in before]
 
     def _refusal(self, entry: Entry, what: str) -> ConflictError:
         named = self.modules[0].named_modules()

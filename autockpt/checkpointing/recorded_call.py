@@ -132,21 +132,21 @@ class RecordedUnit(CheckpointedUnit):
         key: Any = None
         try:
             key = self._key(args, kwargs, tensors)
-            known = self.signatures.get(key)
+            signature = self.signatures.get(key)
         except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
-            key = known = None
-        if known is None:
-            known = Signature(self.kind_of(tensors))
+            key = signature = None
+        if signature is None:
+            signature = Signature(self.kind_of(tensors))
             if key is not None:  # without one nothing tells whether another call's recipe holds
                 if len(self.signatures) >= _MOST:
                     del self.signatures[next(iter(self.signatures))]
-                self.signatures[key] = known
-        kind = known.kind
+                self.signatures[key] = signature
+        kind = signature.kind
         is_due = kind.schedule.next() is not None and self._compares
         # so many recordings have to agree before calls follow the recipe
         is_steady = (kind.is_steady or self.is_measured) and not kind.misses
         needed = 1 if is_steady else FIRST_CALLS * 4**kind.misses
-        return known, tensors, is_due or known.recipe is None or kind.misses >= _MISSES or known.agreed < needed
+        return signature, tensors, is_due or kind.misses >= _MISSES or signature.agreed < needed
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         """What tells this call's recipe from others': arguments, numbers, modes, and which tensors share memory."""
@@ -178,19 +178,19 @@ class RecordedUnit(CheckpointedUnit):
                 self._numbers = [place for place, then, here in triples if then == here]
             self.signatures.clear()
 
-    def learn(self, known: Signature, recipe: Recipe) -> None:
+    def learn(self, signature: Signature, recipe: Recipe) -> None:
         """A call was recorded. Raises RerunMismatch where calls since the last recording followed another recipe."""
-        before, followed = known.recipe, known.followed
-        known.recipe, known.followed = recipe, 0
+        before, followed = signature.recipe, signature.followed
+        signature.recipe, signature.followed = recipe, 0
         if before is None or before.content == recipe.content:
-            known.recipe = before or recipe  # one object for all calls
-            known.agreed += 1
-            known.kind.is_steady |= known.agreed >= FIRST_CALLS
+            signature.recipe = before or recipe  # one object for all calls
+            signature.agreed += 1
+            signature.kind.is_steady |= signature.agreed >= FIRST_CALLS
         else:
-            known.kind.misses, known.agreed = known.kind.misses + 1, 1
+            signature.kind.misses, signature.agreed = signature.kind.misses + 1, 1
             # calls that saved tensors of other forms have not followed it
             if followed and before.forms == recipe.forms:
-                known.recipe = None
+                signature.recipe = None
                 raise RerunMismatch(
                     f"{self.name} has changed within the last {followed} calls what it does, and what backward "
                     "rematerialized in these calls may be wrong",
@@ -198,12 +198,12 @@ class RecordedUnit(CheckpointedUnit):
                     "reads from outside of its modules is not what it was. Go back to a checkpoint from before.",
                 )
         if recipe.is_dynamic:  # its Python may depend on values
-            known.kind.misses = _MISSES
+            signature.kind.misses = _MISSES
 
-    def lose(self, known: Signature) -> None:
+    def drop_recipe(self, signature: Signature) -> None:
         """A call that followed the recipe has saved something else."""
-        known.kind.misses += 1
-        known.recipe, known.agreed, known.followed = None, 0, 0
+        signature.kind.misses += 1
+        signature.recipe, signature.agreed, signature.followed = None, 0, 0
 
 
 def _is_number(value: Any) -> bool:
@@ -230,20 +230,20 @@ class RecordedCall:
     """One call of ``unit`` with these arguments. ``is_recorded``, or by a recipe."""
 
     __slots__ = (
-        *("_cells", "_inputs", "_known", "_left", "_memo", "_observer", "_recipe", "_sources"),
+        *("_cells", "_inputs", "_left", "_memo", "_observer", "_recipe", "_signature", "_sources"),
         *("_stream", "_tensors", "_unit", "_upcoming", "_weights", "is_recorded"),
     )
 
     def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._unit = unit
-        self._known, self._tensors, self.is_recorded = known, _, _ = unit.next_call(args, kwargs)
-        self._observer = unit.check.observer(new=known.recipe is None)
+        self._signature, self._tensors, self.is_recorded = signature, _, _ = unit.next_call(args, kwargs)
+        self._observer = unit.check.observer(new=signature.recipe is None)
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: dict[int, int] | None = None  # positions that wait for a value
         self._stream: Any = None  # that they were made on
         if not self.is_recorded:
-            assert known.recipe is not None
-            self._follow(known.recipe, [home.get(name) for home, name in unit.weights])
+            assert signature.recipe is not None
+            self._follow(signature.recipe, [home.get(name) for home, name in unit.weights])
 
     def _follow(self, recipe: Recipe, weights: Sequence[torch.Tensor | None]) -> None:
         """Take what the recipe starts from."""
@@ -257,7 +257,7 @@ class RecordedCall:
         for number, strides in recipe.weights.items():
             weight = weights[number]
             if weight is None or weight.stride() != strides:
-                self._lose()
+                self._keep_the_rest()
                 break
             self._weights[number] = weight.detach(), weight._version  # other memory may be assigned to its `.data`
 
@@ -276,9 +276,9 @@ class RecordedCall:
                         output = forward(*args, **kwargs)
                 else:
                     output = forward(*args, **kwargs)
-            self._known.followed += 1
+            self._signature.followed += 1
             if next(self._upcoming) is not _BEYOND:
-                self._unit.lose(self._known)
+                self._unit.drop_recipe(self._signature)
         self._tensors, self._cells, self._sources = [], [], []
         if self._observer is not None:
             self._observer.forward_ended()
@@ -301,12 +301,12 @@ class RecordedCall:
         # No function is called that need not be: a layer saves dozens of tensors.
         form, cell, weight, number, _, _, group = next(self._upcoming)
         if form is not None and (tensor.shape != form[0] or tensor.stride() != form[1] or tensor.dtype is not form[2]):
-            cell = self._lose()
+            cell = self._keep_the_rest()
         elif group is not None:
             if (sources := self._sources[group]) is None:
                 sources = tuple([self._cells[cell] for cell in self._recipe.groups[group]])
                 if None in sources:
-                    sources = self._lose()  # a module inside was not called, or with another tensor
+                    sources = self._keep_the_rest()  # a module inside was not called, or with another tensor
                 self._sources[group] = sources
             if sources is not None:
                 return number, None if self._observer is None else self._observer.look_at(number, tensor), sources
@@ -316,13 +316,13 @@ class RecordedCall:
             there = home.get(name)
             if there is not None and tensor.data_ptr() - there.data_ptr() == weight[1]:
                 return tensor, tensor._version  # its graph is the weight
-            self._lose()
+            self._keep_the_rest()
         kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if cell is not None:
             self._cells[cell] = kept
         return kept
 
-    def _lose(self) -> None:
+    def _keep_the_rest(self) -> None:
         """The call does something else: keep all from here on."""
         self._upcoming = itertools.repeat(_KEPT)
 
@@ -356,7 +356,7 @@ class RecordedCall:
                 comparison = self._observer.look_at(number, slot[0]) if looks else None  # type: ignore[union-attr]
                 slot[:] = number, comparison, tuple([self._cells[cell] for cell in recipe.groups[position.group]])
         recorder.forget()
-        unit.learn(self._known, recipe)
+        unit.learn(self._signature, recipe)
         unit.leave_out_changed(numbers)
         return output
 
