@@ -164,20 +164,20 @@ class _GhostRun:
 
     def __init__(self, graph: Graph, units: Sequence[str], simulation: Simulate) -> None:
         self.graph, self.units, self.simulation = graph, units, simulation(graph)
-        self.parts = op_ranges(graph, units)
-        self.peaks = {s.key: peak for s, peak in zip(self.parts, range_peaks(graph, self.parts), strict=True)}
+        self.ranges = op_ranges(graph, units)
+        self.peaks = {r.key: peak for r, peak in zip(self.ranges, range_peaks(graph, self.ranges), strict=True)}
 
-    def peak(self, key: tuple, parts: Sequence[OpRange]) -> int:
-        """The peak of a range of another run's ``parts``; if this run lacks it, of the nearest range before it."""
-        keys = [s.key for s in parts]
+    def peak(self, key: tuple, ranges: Sequence[OpRange]) -> int:
+        """The peak of a range of another run's ``ranges``; if this run lacks it, of the nearest range before it."""
+        keys = [r.key for r in ranges]
         return next(self.peaks[k] for k in reversed(keys[: keys.index(key) + 1]) if k in self.peaks)
 
     def foreign_bytes(self, key: tuple, mine: set[str]) -> int:
         """Bytes of activations that were made outside the units ``mine`` and are alive at the peak of a range."""
-        part = next((s for s in self.parts if s.key == key), None)
-        if part is None:
+        found = next((r for r in self.ranges if r.key == key), None)
+        if found is None:
             return 0
-        at = part.first + int(np.argmax(bytes_timeline(self.graph)[part.first : part.end]))
+        at = found.first + int(np.argmax(bytes_timeline(self.graph)[found.first : found.end]))
         return sum(
             s.bytes
             for s in self.graph.storages
@@ -202,11 +202,11 @@ def _byte_changes(plain: _GhostRun, variant: _GhostRun, index: int, *, shares: b
     mine = set(plain.units[max(0, index - 1) : index + 1])
     # a stage of a pipeline fills up before its first backward: what a choice changes shows when it is full
     filling = plain.graph.in_flight - 1
-    for m in sorted({s.micro_batch for s in plain.parts if s.micro_batch >= filling}):
-        kept_at, own, neighbours = _places(plain.parts, m, index)
+    for m in sorted({r.micro_batch for r in plain.ranges if r.micro_batch >= filling}):
+        kept_at, own, neighbours = _ranges_of(plain.ranges, m, index)
         if kept_at is None:
             continue
-        kept = variant.peak(kept_at, plain.parts) - plain.peaks[kept_at]
+        kept = variant.peak(kept_at, plain.ranges) - plain.peaks[kept_at]
         shared = max(0, variant.foreign_bytes(kept_at, mine) - plain.foreign_bytes(kept_at, mine)) if shares else 0
         both = []
         for place in ("forward", "backward"):
@@ -217,31 +217,31 @@ def _byte_changes(plain: _GhostRun, variant: _GhostRun, index: int, *, shares: b
     return _Bytes(*map(max, zip(*found, strict=True)))
 
 
-def _places(parts: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None, dict, dict]:
+def _ranges_of(ranges: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None, dict, dict]:
     """The range that shows the kept bytes of a unit in micro-batch ``m``, the unit's ranges, and its neighbours'."""
-    forwards = [s for s in parts if s.micro_batch == m and s.place == "forward"]
-    backwards = [s for s in parts if s.micro_batch == m and s.place == "backward"]
-    own_forward = next((s for s in forwards if s.unit == index), None)
+    forwards = [r for r in ranges if r.micro_batch == m and r.part == "forward"]
+    backwards = [r for r in ranges if r.micro_batch == m and r.part == "backward"]
+    own_forward = next((r for r in forwards if r.unit == index), None)
     if own_forward is None:
         return None, {}, {}
-    own_backward = next((s for s in backwards if s.unit == index), None)
-    turn = min((s.first for s in backwards), default=parts[-1].end)
-    between = [s for s in parts if s.micro_batch == m and own_forward.end <= s.first]
-    between = [s for s in between if own_backward is None or s.end <= own_backward.first]
+    own_backward = next((r for r in backwards if r.unit == index), None)
+    turn = min((r.first for r in backwards), default=ranges[-1].end)
+    between = [r for r in ranges if r.micro_batch == m and own_forward.end <= r.first]
+    between = [r for r in between if own_backward is None or r.end <= own_backward.first]
     # At the turn from forward to backward (head and loss) no copies are on their way; else the nearest range is taken.
     rest = min(
-        between, key=lambda s: (s.end != turn, s.place in ("forward", "backward"), abs(s.end - turn)), default=None
+        between, key=lambda r: (r.end != turn, r.part in ("forward", "backward"), abs(r.end - turn)), default=None
     )
     own = {"forward": [own_forward], "backward": [own_backward] if own_backward else []}
     neighbours = {
-        "forward": [s for s in forwards if s.first >= own_forward.end],
-        "backward": [s for s in backwards if own_backward is not None and s.end <= own_backward.first],
+        "forward": [r for r in forwards if r.first >= own_forward.end],
+        "backward": [r for r in backwards if own_backward is not None and r.end <= own_backward.first],
     }
     return (rest or own_forward).key, own, neighbours
 
 
-def _differences(plain: _GhostRun, variant: _GhostRun, parts: Sequence[OpRange]) -> list[int]:
-    return [variant.peaks[s.key] - plain.peaks[s.key] for s in parts if s.key in variant.peaks]
+def _differences(plain: _GhostRun, variant: _GhostRun, ranges: Sequence[OpRange]) -> list[int]:
+    return [variant.peaks[r.key] - plain.peaks[r.key] for r in ranges if r.key in variant.peaks]
 
 
 def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, float]) -> float:
@@ -265,7 +265,7 @@ def _lifted(items: Sequence[MenuItem], levels: _Bytes) -> tuple[MenuItem, ...]:
 
 def _saved_levels(plain: _GhostRun, index: int, name: str) -> _Bytes:
     """Bytes of the storages of a unit that saves: kept from forward to backward, and the most during each."""
-    spans = {s.place: s for s in reversed(plain.parts) if s.unit == index and s.place in ("forward", "backward")}
+    spans = {r.part: r for r in reversed(plain.ranges) if r.unit == index and r.part in ("forward", "backward")}
     if "forward" not in spans:
         return _Bytes()
     forward, backward = spans["forward"], spans.get("backward")

@@ -25,7 +25,7 @@ class OpRange(NamedTuple):
     """
 
     micro_batch: int
-    place: StepPart
+    part: StepPart
     unit: int | None
     prefix: int
     first: int
@@ -34,7 +34,7 @@ class OpRange(NamedTuple):
     @property
     def key(self) -> tuple[int, StepPart, int | None]:
         """What identifies the range in every ghost run of the same workload."""
-        return self.micro_batch, self.place, self.unit
+        return self.micro_batch, self.part, self.unit
 
 
 def op_ranges(graph: Graph, units: Sequence[str]) -> tuple[OpRange, ...]:
@@ -81,22 +81,22 @@ def _micro_batch(m: int, first: int, end: int, phase: np.ndarray, unit: np.ndarr
             if len(at):
                 runs.append((int(at[0]), int(at[-1]) + 1, what, int(i)))
     runs.sort()
-    place: StepPart = "start"
+    part: StepPart = "start"
     owner, prefix, at = None, 0, first
     out: list[OpRange] = []
     for k, (begin, stop, what, i) in enumerate(runs):
         stop = min(stop, runs[k + 1][0]) if k + 1 < len(runs) else stop
         if at < begin:
-            out.append(OpRange(m, place, owner, prefix, at, begin))
+            out.append(OpRange(m, part, owner, prefix, at, begin))
         out.append(OpRange(m, what, i, i, begin, stop))
         owner, at = i, stop
-        place, prefix = ("after forward", i + 1) if what == "forward" else ("after backward", i)
+        part, prefix = ("after forward", i + 1) if what == "forward" else ("after backward", i)
     if at < end:
-        out.append(OpRange(m, place, owner, prefix, at, end))
+        out.append(OpRange(m, part, owner, prefix, at, end))
     return out
 
 
-def range_peaks(graph: Graph, parts: Sequence[OpRange]) -> list[int]:
+def range_peaks(graph: Graph, ranges: Sequence[OpRange]) -> list[int]:
     """The most device bytes at any op of each range."""
     timeline = bytes_timeline(graph)
-    return [int(timeline[s.first : s.end].max()) for s in parts]
+    return [int(timeline[r.first : r.end].max()) for r in ranges]

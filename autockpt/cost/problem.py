@@ -38,12 +38,12 @@ def build_problem(
     planned = [*base.blocks(), *([head] if head is not None else [])]
     units = [_unit(unit.name, by_kind[unit.kind], scale or {}) for unit in planned]
     saving = [unit.options[0] for unit in units]
-    parts = op_ranges(base, [unit.name for unit in planned])
+    ranges = op_ranges(base, [unit.name for unit in planned])
     before = [0]
     for option in saving:
         before.append(before[-1] + option.kept)
     whole = base.in_flight > 1
-    points = [_point(s, peak, before, saving, whole) for s, peak in zip(parts, range_peaks(base, parts), strict=True)]
+    points = [_point(r, peak, before, saving, whole) for r, peak in zip(ranges, range_peaks(base, ranges), strict=True)]
     problem = Problem(
         units=tuple(units),
         points=tuple(points),
@@ -54,7 +54,7 @@ def build_problem(
     )
     if hidden_bandwidth <= 0:
         return problem
-    batches = base.repeated + sum(part.unit == 0 and part.place == "forward" for part in parts)
+    batches = base.repeated + sum(r.unit == 0 and r.part == "forward" for r in ranges)
     # with saving; those of an output head are not known
     forwards = {menu.kind: menu.items[0].forward_seconds / batches for menu in menus}
     return hidden_copies(problem, [forwards.get(unit.kind, 0.0) for unit in planned], hidden_bandwidth)
@@ -66,20 +66,20 @@ def point_bytes(base: Graph, graph: Graph, head: Unit | None = None) -> tuple[in
     None where it has no ops. A range that ``base`` lacks counts to the point before it.
     """
     names = [unit.name for unit in (*base.blocks(), *([head] if head is not None else []))]
-    places = {s.key: i for i, s in enumerate(op_ranges(base, names))}
+    places = {r.key: i for i, r in enumerate(op_ranges(base, names))}
     out: list[int | None] = [None] * len(places)
-    parts = op_ranges(graph, names)
+    ranges = op_ranges(graph, names)
     at = 0
-    for s, peak in zip(parts, range_peaks(graph, parts), strict=True):
-        at = places.get(s.key, at)
+    for r, peak in zip(ranges, range_peaks(graph, ranges), strict=True):
+        at = places.get(r.key, at)
         out[at] = max(out[at] or 0, peak)
     return tuple(out)
 
 
 def passed_on(base: Graph, units: Sequence[str]) -> dict[str, int]:
     """Bytes that each unit makes in forward and that are freed before its own backward, as later units keep them."""
-    spans = {(s.unit, s.place): s for s in reversed(op_ranges(base, units)) if s.micro_batch == 0}
-    turn = min((s.first for (_, place), s in spans.items() if place == "backward"), default=len(base.ops))
+    spans = {(r.unit, r.part): r for r in reversed(op_ranges(base, units)) if r.micro_batch == 0}
+    turn = min((r.first for (_, part), r in spans.items() if part == "backward"), default=len(base.ops))
     found = dict.fromkeys(units, 0)
     for storage in base.storages:
         if storage.unit in found and storage.kind == "activation" and storage.death is not None:
@@ -108,19 +108,19 @@ def _unit(name: str, menu: Menu, scale: Mapping[str, float]) -> UnitOptions:
     return UnitOptions(name=name, options=tuple(options))
 
 
-def _point(part: OpRange, peak: int, before: Sequence[int], saving: Sequence[Option], whole: bool) -> Point:
+def _point(op_range: OpRange, peak: int, before: Sequence[int], saving: Sequence[Option], whole: bool) -> Point:
     """The point of an op range.
 
     ``whole``: a stage of a pipeline holds other micro-batches, whose bytes the menus include. So choices on all units
     count wherever its last unit does not run.
     """
-    if whole and part.place != "optimizer" and part.prefix < len(saving) - 1:
+    if whole and op_range.part != "optimizer" and op_range.prefix < len(saving) - 1:
         return Point(base=peak - before[-1], prefix=len(saving))
-    base = peak - before[part.prefix]
-    if part.unit is None or part.place not in ("forward", "backward"):
-        return Point(base=base, prefix=part.prefix)
-    own = saving[part.unit].forward if part.place == "forward" else saving[part.unit].backward
-    return Point(base=base - own, prefix=part.prefix, own=part.unit, phase=part.place)
+    base = peak - before[op_range.prefix]
+    if op_range.unit is None or op_range.part not in ("forward", "backward"):
+        return Point(base=base, prefix=op_range.prefix)
+    own = saving[op_range.unit].forward if op_range.part == "forward" else saving[op_range.unit].backward
+    return Point(base=base - own, prefix=op_range.prefix, own=op_range.unit, phase=op_range.part)
 
 
 NEARLY_FREE = 0.02

@@ -38,12 +38,12 @@ def problem_of(names: list[str] = NAMES, budget: int = 10**6, *, simulated=simul
 
 def test_op_ranges_cover_every_op_once_and_in_order():
     graph = step(NAMES, {"layers.1": RECOMPUTE}, micro_batches=2)
-    parts = op_ranges(graph, NAMES)
-    assert [s.first for s in parts[1:]] == [s.end for s in parts[:-1]]
-    assert (parts[0].first, parts[-1].end) == (0, len(graph.ops))
-    assert len({s.key for s in parts}) == len(parts)
-    second = [s for s in parts if s.micro_batch == 1 and s.place in ("forward", "backward")]
-    assert [s.unit for s in second] == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
+    ranges = op_ranges(graph, NAMES)
+    assert [r.first for r in ranges[1:]] == [r.end for r in ranges[:-1]]
+    assert (ranges[0].first, ranges[-1].end) == (0, len(graph.ops))
+    assert len({r.key for r in ranges}) == len(ranges)
+    second = [r for r in ranges if r.micro_batch == 1 and r.part in ("forward", "backward")]
+    assert [r.unit for r in second] == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("how", [{}, {"micro_batches": 3}, {"lag": True}], ids=["plain", "accumulate", "lag"])
