@@ -26,7 +26,7 @@ from torch import nn
 
 _ON_CPU, _ELSEWHERE = 1 << 14, 1 << 17
 """Numbers in the table of a device, 128 KiB or 1 MiB of them. A table of more would lie where caching allocators keep
-activations, and whatever is made beside it there takes another segment of 20 MiB."""
+activations, and whatever is allocated with it there takes another segment of 20 MiB."""
 TABLE_BYTES = 8 * _ELSEWHERE
 """What fingerprints keep on an accelerator from the first one on."""
 _TABLES_ON_CPU, _TABLES_ELSEWHERE = 1, 16

@@ -562,7 +562,7 @@ def _names_attention(func: Any) -> bool:
 
 
 def _drops_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether it draws random numbers: skipping it would shift those behind it."""
+    """Whether it draws random numbers: skipping it would shift all later ones."""
     if func is nn.functional.scaled_dot_product_attention or "dropout_p" in kwargs:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
     return draws_random_numbers(func, args, kwargs)  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ class ReplayContext:
         self._switches = switches()
 
     def now(self) -> TorchStates:
-        """PyTorch's random states as they are by now."""
+        """PyTorch's random states at present."""
         return TorchStates(self._accelerators)
 
     def forget_python_unless_drawn(self) -> bool:

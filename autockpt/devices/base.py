@@ -85,10 +85,10 @@ class OffloadHandle:
 class Transport(Protocol):
     """How offload moves bytes off a device and back.
 
-    ``copy_queues`` says whether copies run beside compute. Where they do, a unit's copies get until the end of the next
-    unit's forward to finish before they are settled, and the unit before is fetched ahead in backward; where they do
-    not, they are settled as soon as the unit's forward ends and ``get`` does the copying. A transport that stands in
-    for another must carry the other's value.
+    ``copy_queues`` says whether copies run alongside compute. Where they do, a unit's copies get until the end of the
+    next unit's forward to finish before they are settled, and the unit before is fetched ahead in backward. Where they
+    do not, they are settled as soon as the unit's forward ends, and ``get`` does the copying. A transport that stands
+    in for another must carry the other's value.
     """
 
     copy_queues: bool

@@ -23,7 +23,7 @@ Direction = Literal["out", "in"]
 
 
 class AcceleratorQueues:
-    """The copy queues of a device, one per direction, beside its compute queues: streams, by PyTorch's generic API.
+    """The copy queues of a device, one per direction, alongside its compute queues: streams, by PyTorch's generic API.
 
     Events stand for moments: when the work queued so far has been done, or when a copy has ended. All but
     ``host_memory``, ``device_memory``, ``mark``, ``wait`` and ``use`` may be called from any thread; those mean the
@@ -196,7 +196,7 @@ class _Mark(NamedTuple):
 
 
 class StreamTransport:
-    """Copies beside compute, through pinned host memory that is used again from step to step.
+    """Copies alongside compute, through pinned host memory that is used again from step to step.
 
     A step's memory does not depend on how fast copies are: a source is freed in the order of its compute queue, which
     waits for the copy. Only buffers that no compute queue waited for (``unwaited``: the ends of their copies) come free

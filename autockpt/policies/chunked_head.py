@@ -4,7 +4,7 @@ chunked_loss runs the output head as well: logits, their fp32 copy and their gra
 The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989) and of Cut
 Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009), here with PyTorch's own operators.
 
-chunked_softmax keeps the logits. Plain cross-entropy keeps log-probabilities of all tokens (in fp32 beside 16-bit
+chunked_softmax keeps the logits. Plain cross-entropy keeps log-probabilities of all tokens (in fp32 for 16-bit
 logits), and in backward their gradient and that of the logits exist at once. Rows do not depend on each other, so these
 are made chunk by chunk from the logits, bit for bit as they were (rows at a time, backward in place: as fused
 cross-entropy kernels do, e.g. of flash-attention).
@@ -106,7 +106,7 @@ _ADAPTERS = ("active_adapters", "_disable_adapters", "merged_adapters")
 
 
 def _settings(module: nn.Module) -> list[object]:
-    """What decides a head's forward beside its weights: active dropout, PEFT's adapters."""
+    """What decides a head's forward besides its weights: active dropout, PEFT's adapters."""
     return [(drops_out(m), *(repr(getattr(m, name, None)) for name in _ADAPTERS)) for m in module.modules()]
 
 

@@ -26,7 +26,7 @@ set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame 
 """Says what compiles the Python functions that this thread begins to run (None: nothing does), and returns what did.
 
 Where a choice runs between two graphs (``outside_graphs``) the compiler would take on each small function that it calls
-beside the unit, once for every unit, until it gives up on them (``torch._dynamo``'s ``recompile_limit``).
+besides the unit, once for every unit, until it gives up on them (``torch._dynamo``'s ``recompile_limit``).
 """
 
 

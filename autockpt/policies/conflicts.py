@@ -25,7 +25,7 @@ _REFUSED: dict[type[nn.Module], tuple[str, str]] = {
     # its kernel writes to a tensor after autograd has saved it: hooks on saved tensors see it before, and a copy would
     # hold something else
     nn.RReLU: ("an RReLU, which changes a tensor after it was saved", _OTHER_ACTIVATION),
-    # its interpreter can neither be left in the middle of a second run nor be looked at, and runs other code in its
+    # its interpreter can neither be left in the middle of a recomputation nor be looked at, and runs other code in its
     # first calls than in later ones
     torch.jit.ScriptModule: ("a TorchScript module, which cannot run again for backward", _ANOTHER_MODULE),
 }

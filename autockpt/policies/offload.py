@@ -160,7 +160,7 @@ def attach_offload(unit: PlannedUnit, session: Session) -> None:
 
 
 def attach_recompute_offload(unit: PlannedUnit, session: Session) -> None:
-    """Offload around a recompute, whose forward runs again as ever."""
+    """Offload around a recompute: its input is what leaves the device."""
     attach_recompute(unit, session)
     attach_offload(unit, session)
 

@@ -88,7 +88,7 @@ def attach_units(model: nn.Module, choices: Mapping[str, Choice], session: Sessi
 
 
 def without_kv_cache(model: nn.Module) -> Session:
-    """What a plan does to the model beside its choices, and nothing else: plain training to compare a plan with.
+    """What a plan does to the model besides its choices, and nothing else: plain training to compare a plan with.
 
     The KV cache changes the order of sums, so with it even plain training has other last bits.
     """
@@ -242,7 +242,7 @@ def _refuse_packed(given: Mapping[str, Any]) -> None:
 
 
 def _say_dropped(output: Any) -> None:
-    """Past the output's own ``__setattr__``, which would move what comes behind it in the tuple."""
+    """Past the output's own ``__setattr__``, which would move what follows in the tuple."""
     name = _RENAMED if _RENAMED in getattr(output, "__dataclass_fields__", ()) else "past_key_values"
     if getattr(output, name, output) is None:
         with suppress(AttributeError):  # a class without room for it

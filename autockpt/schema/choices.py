@@ -170,7 +170,7 @@ class Offload(_Moving):
 
     ``tier`` says where to: on an accelerator ``cpu`` is pinned host memory and ``disk`` a file without a name. Where
     the device is the CPU itself there is no tier between, and both mean the same: a memory-mapped file.
-    Where copies run beside compute they have until the forward of the unit ``window`` places further on has ended: the
+    Where copies run alongside compute they have until the forward of the unit ``window`` places later has ended: the
     wider, the more of them hides, and the longer the memory is taken.
     """
 

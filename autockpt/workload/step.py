@@ -305,7 +305,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def _numbers(parameter: nn.Parameter) -> int:
-    """Elements of a weight; bitsandbytes packs two of 4 bits into a byte, and keeps the shape beside them."""
+    """Elements of a weight; bitsandbytes packs two of 4 bits into a byte, and keeps the shape apart."""
     shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
     return parameter.numel() if shape is None else math.prod(shape)
 

@@ -93,8 +93,8 @@ def with_buckets(graph: Graph) -> Graph:
 
 
 def _with_all_reduce(graph: Graph) -> Graph:
-    """The graph with what DistributedDataParallel sends in the last micro-batch, beside backward: each bucket once its
-    gradients are ready, twice its bytes as in a ring of many. The optimizer waits for all of them."""
+    """The graph with what DistributedDataParallel sends alongside the last backward: each bucket once its gradients are
+    ready, twice its bytes as in a ring of many. The optimizer waits for all of them."""
     gradients, ready = _gradients(graph), dict[int, int]()
     for op in graph.ops:
         if op.phase == "backward":

@@ -201,7 +201,7 @@ def _embedding_backward(argument: Argument) -> int:
 
 
 def _logsumexp(argument: Argument) -> int:
-    """Exponentials, and the maxima beside the result (``native/ReduceOps.cpp``)."""
+    """Exponentials, and the maxima besides the result (``native/ReduceOps.cpp``)."""
     x = argument("self")
     reduced = math.prod(x.size(dim) for dim in argument("dim")) if x.dim() else 1
     return x.nbytes + x.nbytes // max(reduced, 1)

@@ -190,7 +190,7 @@ class Measured(Target):
     ) -> Trial:
         """Interleave the finalists and return the winner; all trials that took part get their new times.
 
-        Baselines that did not take part are rescaled by the change of plain training, as they were measured next to
+        Baselines that did not take part are rescaled by the change of plain training, as they were measured with
         it. Among plans that cannot be distinguished the preferred one wins.
         """
         playing = {t.number for t in finalists}
