@@ -134,6 +134,7 @@ class CheckpointFrame:
             output = self._forward(*args, **kwargs)
         if before is not None:
             self._learn_effects(live, *before)
+        self._before = self._before and [entry.without_graphs() for entry in self._before]
         self._live = None
         if self._observer is not None:
             self._observer.forward_ended()

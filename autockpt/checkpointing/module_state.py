@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from autockpt.checkpointing.arguments import flatten, unflatten
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.errors import ConflictError
 
@@ -26,6 +27,7 @@ _NUMBERS = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _PLAIN_TENSORS = (torch.Tensor, nn.Buffer)
 _ABSENT: Any = object()
+_IN_PLACE: Any = object()  # in the place of a container: the one that is there then
 # `forward`: choices are attached and taken off there
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -92,12 +94,28 @@ class Entry(NamedTuple):
             return any(_version(member) != then and id(member) not in buffers for member, then in pairs)
         return self.content is None and _version(self.value) != self.versions[0]
 
+    def without_graphs(self) -> Entry:
+        """The same for a recomputation, once the forward has ended: with neither graphs nor the container.
+
+        No backward lets go of an auxiliary loss that nobody uses: the call would hold its graph, which holds the call.
+        """
+        contains, tensors = type(self.value) in _CONTAINERS, list[torch.Tensor]()
+        held = self.content if contains else self.value
+        with suppress(RecursionError):  # of what holds itself
+            template = flatten(held, tensors)
+            held = unflatten(template, [t if t.grad_fn is None else t.detach().requires_grad_() for t in tensors])
+        return self._replace(value=_IN_PLACE, content=held) if contains else self._replace(value=held)
+
     def restore(self) -> None:
         """The place holds again what it held."""
         if self.value is _ABSENT:
             self.home.pop(self.name, None)
             return
-        self.home[self.name] = value = self.value
+        value = self.value
+        if value is _IN_PLACE:
+            value = self.home.get(self.name)
+            value = value if type(value) is type(self.content) else copy.copy(self.content)
+        self.home[self.name] = value
         if self.content is None:
             return
         if isinstance(value, torch.Tensor):

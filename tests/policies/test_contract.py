@@ -375,6 +375,29 @@ def test_nothing_of_a_call_outlives_its_graph(kind):
             gc.enable()
 
 
+class Noting(nn.Sequential):
+    """Notes auxiliary losses, which nobody uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x * 2).mean()
+        self.losses.append((self.last, 1))
+        return super().forward(x)
+
+
+@each_kind
+def test_what_a_unit_notes_of_a_call_goes_with_the_next(kind):
+    model = Row(lambda: Noting(nn.Linear(64, 64), nn.Sigmoid()), 2, id).to(DEVICE)
+    seen: list[weakref.ref[Any]] = []
+    with attach(model, on(PAIR, kind)):
+        for _ in range(5):
+            for unit in model.units:
+                unit.losses = []
+            x = rows()
+            seen.append(weakref.ref(x.untyped_storage()))
+            model(x).sum().backward()
+    assert all(storage() is None for storage in seen[:-1])
+
+
 @each_kind
 def test_changed_outputs_are_an_error_or_right(kind):
     """The first of the two is also the second's input."""
