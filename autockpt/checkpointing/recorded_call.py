@@ -513,6 +513,8 @@ def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
 
     numbers = [tap for number in range(1, len(unit.modules)) for tap in (number, ~number)]
     with ExitStack() as stack, tapping(unit, numbers, recorder.pass_module):
+        # hooks behind a forward are not called for a KeyboardInterrupt
+        stack.callback(lambda: [mode.__exit__(None, None, None) for mode in reversed(modes)])
         for module, kind in unit.scopes.items():
             stack.callback(module.register_forward_pre_hook(functools.partial(enter, kind), prepend=True).remove)
             left = module.register_forward_hook(functools.partial(leave, kind), always_call=True)

@@ -1,5 +1,6 @@
 """remake: what is dropped, what is kept, and what is refused."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autockpt.errors import ConflictError
 from autockpt.runtime import attach
@@ -174,6 +176,13 @@ def test_a_write_outside_of_the_modules_that_are_watched_is_seen() -> None:
             return self.last(self.inner(self.first(x)).mul_(2) * x)
 
     assert_as_plain(lambda: nn.Sequential(Written()), on("0", remake(within=["inner"])), rows)
+
+
+def test_nothing_looks_on_after_an_interrupt() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), Unit(sys.exit))).to(DEVICE)  # not an Exception either
+    with attach(model, {"0": remake(within=["1"])}), pytest.raises(SystemExit):
+        model(rows())
+    assert not _get_current_dispatch_mode_stack()
 
 
 class Doubled(torch.autograd.Function):
