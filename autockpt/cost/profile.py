@@ -94,11 +94,6 @@ class CostModel:
         """The repeated units that plans are made for, in order of execution."""
         return self.base.blocks()
 
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """All units that plans are made for: the blocks, then the output head where it has choices."""
-        return (*self.blocks, *([self.head] if self.head is not None else []))
-
     def plan(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
         """The solver's choices as a plan, in which an output head that saves is not named."""
         head = self.head.name if self.head is not None else None
