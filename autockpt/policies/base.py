@@ -1,9 +1,9 @@
-"""What a policy is, and how a choice sits on a module: as the instance's own ``forward``, and nothing else changes.
+"""How a choice is attached to a module: as the instance's own ``forward``. Nothing else of the module changes.
 
 A policy attaches one kind of choice to live modules; the table of them is in ``__init__``. It attaches a function of
-the module and a state. Module hooks, ``state_dict``, parameter names and the class stay what they are. A plain closure
-would make a deepcopy run the original's weights, and a bound method does not survive pickling: a partial over a
-module-level function does both, because module and state are ordinary arguments of it.
+the module and a state. Module hooks, ``state_dict``, parameter names and the class stay what they are. With a plain
+closure a deepcopy would run the original's weights, and a bound method cannot be pickled. A partial over a module-level
+function can be copied and pickled, because module and state are ordinary arguments of it.
 """
 
 from __future__ import annotations

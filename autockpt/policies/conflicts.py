@@ -17,6 +17,7 @@ from autockpt.errors import ConflictError
 
 _GRAPH = torch.autograd.graph
 _SWITCH = (inspect.unwrap(_GRAPH.disable_saved_tensors_hooks), _GRAPH.saved_tensors_hooks.__enter__)
+# where torch raises the error that hooks on saved tensors are disabled
 _SWITCHED_OFF = [function.__code__ for function in _SWITCH]
 _FLAGS = ("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing")
 _OTHER_ACTIVATION = "Use `save` or `remake` on {unit}, or another activation function."

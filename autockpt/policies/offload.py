@@ -1,5 +1,5 @@
-"""offload: what a unit saves leaves the device after its forward and comes back before its backward.
-recompute_offload: the unit runs again in backward, and its input is off the device until then."""
+"""offload: what a unit saves is copied off the device after its forward and fetched before its backward.
+recompute_offload: the unit is recomputed in backward, and its input is off the device until then."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""remake: what a unit saves is recomputed tensor by tensor in backward, by the ops that made it, from what is kept.
+"""remake: single saved tensors of a unit are recomputed in backward, by the ops that made them, from what is kept.
 
-Unlike under ``recompute`` and ``selective``, nothing of the unit's Python runs again: only the ops that lead to a saved
+Unlike under ``recompute`` and ``selective``, none of the unit's Python runs again. Only the ops that lead to a saved
 tensor do, when it is needed (``checkpointing.recipes``). With ``keep: ["**"]`` only what is cheap is recomputed: an
 MLP's activation function and product, norms (fused by hand: Megatron-LM, arXiv:2205.05198; by a compiler's partitioner:
 torch._functorch.partitioners).

@@ -1,5 +1,5 @@
-"""segment: several consecutive units are one region, of which only what enters it is kept (Chen et al. 2016,
-arXiv:1604.06174; PyTorch's ``checkpoint_sequential``, without the parent's forward being written for it)."""
+"""segment: consecutive units are recomputed together, and only the input of the first is kept (Chen et al. 2016,
+arXiv:1604.06174; as PyTorch's ``checkpoint_sequential``, but no parent's forward has to be rewritten for it)."""
 
 from __future__ import annotations
 

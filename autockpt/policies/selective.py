@@ -1,9 +1,8 @@
-"""selective, keep_attention: run a unit's forward again in backward, but keep the outputs that are dear to make.
+"""selective, keep_attention: recompute a unit's forward in backward, but keep outputs that are expensive to compute.
 
-Selective activation recomputation (Korthikanti et al. 2022, arXiv:2205.05198), by modules: what stays in the plan is
-readable. Kept are outputs of whole modules (linear layers, convolutions) and of attention functions; a module that
-multiplies by weights of its own in some other way (experts, ``nn.MultiheadAttention``) has the functions that it calls
-looked at.
+Selective activation recomputation (Korthikanti et al. 2022, arXiv:2205.05198), by modules, so that a plan is readable.
+Outputs of whole modules (linear layers, convolutions) and of attention functions are kept. Where a module multiplies by
+weights of its own in some other way (experts, ``nn.MultiheadAttention``), outputs of the functions that it calls are.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from autockpt.workload.factory import is_factory
 SMALLER = "use a smaller batch (accumulate keeps its effect), shorter sequences, LoRA, or SGD"
 INEXACT = "inexact choices allowed (allow_inexact)"
 FOUR_BITS = "base weights in 4 bits (NF4, quantised twice)"
-MOST = 3
+MOST = 3  # alternatives that are reported
 SHARED, MOST_RANKS = "sharded over", 64
 LORA_RANK = 16
 SHORTEST = 128  # tokens
