@@ -42,6 +42,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import is_dataclass
 from enum import Enum
 from numbers import Number
 from typing import Any, ClassVar
@@ -49,6 +50,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten  # torch has no public one
 
 from autockpt.checkpointing.arguments import Held, hold, unpack
 from autockpt.checkpointing.divergence import FIRST_CALLS, UnitCheck
@@ -223,7 +225,10 @@ def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is dict:
         parts = value.values()
         return kind, *value, *[part if type(part) in _EXACT else _plain_parts(part, tensors) for part in parts]
-    return (kind, value) if isinstance(value, _NUMBERS) else kind
+    if isinstance(value, _NUMBERS):
+        return kind, value
+    leaves, spec = tree_flatten(vars(value) if is_dataclass(kind) else value)
+    return kind if spec.is_leaf() else (kind, spec, *[_plain_parts(leaf, tensors) for leaf in leaves])
 
 
 class RecordedCall:

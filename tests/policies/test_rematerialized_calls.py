@@ -3,7 +3,8 @@
 import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -196,11 +197,24 @@ def test_a_tensor_in_the_place_of_none_tells_no_calls_apart(recorded: Any) -> No
     assert [recorded(layer, [8]) for layer.mask in torch.rand(2, 256)] == [[1], []]
 
 
-@pytest.mark.parametrize(("first", "then"), [(1.0, 0.5), (np.float32(1.0), np.float32(0.5)), (Way.SINE, Way.COSINE)])
+class Named(NamedTuple):
+    scale: float
+
+
+@dataclass
+class Options:
+    scale: float
+
+
+_GIVEN = [(1.0, 0.5), (np.float32(1.0), np.float32(0.5)), (Way.SINE, Way.COSINE)]
+_GIVEN += [(kind(1.0), kind(0.5)) for kind in (Named, Options)]
+
+
+@pytest.mark.parametrize(("first", "then"), _GIVEN, ids=str)
 def test_a_number_or_name_that_a_layer_is_given_may_change(first: Any, then: Any, recorded: Any) -> None:
     class Given(Mlp):
         def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
-            x = super().forward(x)
+            x, given = super().forward(x), getattr(given, "scale", given)
             return (x.sin() if given is Way.SINE else x.cos() if given is Way.COSINE else x * float(given)).sin()
 
     class Giving(nn.Module):
