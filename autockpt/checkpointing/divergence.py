@@ -93,8 +93,8 @@ class DivergenceCheck:
     step has several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one of 512, and
     with ``all`` every call.
 
-    ``is_measured``: its steps are measured as ones in the middle of training. One call of each kind is checked for what
-    it changes, and nothing is compared.
+    ``is_measured``, to be set before the first forward: steps are measured as ones in the middle of training. One call
+    of each kind is checked for what it changes, and nothing is compared.
     """
 
     def __init__(self, mode: Mode = "off") -> None:

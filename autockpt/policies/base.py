@@ -356,13 +356,6 @@ class Session:
         width = max(map(len, folded), default=0)
         return (f"{indent}{name:<{width}}  {words}" for name, words in folded.items())
 
-    def in_mid_training(self) -> None:
-        """Run steps as in the middle of training, where they take less time. To be called before the first forward.
-
-        A unit's first call alone is checked for what it changes, and sentinels compare nothing.
-        """
-        self.sentinels.is_measured = True
-
     def remove(self) -> None:
         """Take everything off again; the model is as it was. Idempotent.
 

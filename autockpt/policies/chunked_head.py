@@ -32,9 +32,6 @@ def attach_chunked_loss(unit: PlannedUnit, session: Session) -> None:
     session.place(unit.module, run_chunked, HeadState(unit.name, unit.choice.tokens))  # type: ignore[union-attr]
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
 _WHOLE = (
     "{unit}: chunked_loss computes all logits at once, {why}: they take the memory that the choice was to save. "
     "Results are right."
@@ -112,7 +109,7 @@ def _settings(module: nn.Module) -> list[object]:
 
 def drops_out(module: nn.Module) -> bool:
     """Whether it is a dropout that acts."""
-    return isinstance(module, _DROPOUTS) and module.training and module.p > 0
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 
 def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:
