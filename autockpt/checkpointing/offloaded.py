@@ -151,11 +151,10 @@ class OffloadHooks:
         self,
         call: OffloadedCall,
         outside: Iterable[torch.Tensor],
-        module: nn.Module,
         observer: CheckedCall | None,
         hidden: torch.Tensor | None,
     ) -> None:
-        self._call, self._module, self._observer, self._moved = call, module, observer, 0
+        self._call, self._observer, self._moved = call, observer, 0
         # the caller keeps these alive during the forward, so an address cannot change its meaning
         self._hidden = id(hidden)
         self._outside = {address for t in outside if (address := address_of(t)) is not None}
@@ -185,22 +184,7 @@ class OffloadHooks:
             # the graph holds leaves anyway
             and not (tensor.is_leaf and tensor.requires_grad and id(tensor) != self._hidden)
             and not _is_weight(tensor)
-            and not self._is_frozen_cast(tensor)
         )
-
-    def _is_frozen_cast(self, tensor: torch.Tensor) -> bool:
-        """Whether this looks like autocast's copy of a frozen weight, which no graph leads back to: parameters stay.
-
-        Anything else of that shape without a graph stays with it, which costs its memory and nothing else.
-        """
-        origin = tensor if tensor._base is None else tensor._base
-        if origin.grad_fn is not None or origin.requires_grad or origin.dtype not in (torch.bfloat16, torch.float16):
-            return False
-        return origin.size() in self._frozen
-
-    @functools.cached_property
-    def _frozen(self) -> set[torch.Size]:
-        return {p.size() for p in self._module.parameters() if p.dtype is torch.float32 and not p.requires_grad}
 
     def _storage_of(self, tensor: torch.Tensor) -> OffloadedStorage:
         """The storage's handle, sent now where this forward has not sent these very bytes yet."""
@@ -235,7 +219,7 @@ def address_of(value: Any) -> int | None:
 def _is_weight(tensor: torch.Tensor) -> bool:
     """A parameter, autocast's copy of one, which lives as long as the autocast block anyway, or a view of either.
 
-    Of copies those that a graph leads back from: frozen parameters have none.
+    Of copies those that a graph leads back from. That of a frozen parameter, which has none, is moved.
     """
     origin = tensor if tensor._base is None else tensor._base
     if isinstance(origin, nn.Parameter):

@@ -125,7 +125,7 @@ def run_offloaded(module: nn.Module, state: OffloadState, /, *args: Any, **kwarg
         call = OffloadedCall(state.unit, device, schedule.last, schedule.transport(device, state.tier))
         observer = state.check.observer()
         outside = [t for t in tensors if t is not hidden] + state.buffers(module)
-        offloading = OffloadHooks(call, outside, module, observer, hidden)
+        offloading = OffloadHooks(call, outside, observer, hidden)
         keep_identity()
         back = functools.partial(unpack, unit=state.unit)
         try:
