@@ -55,18 +55,13 @@ class CheckpointedUnit:
         self._sharded = [vars(m) for m in modules if "_is_fsdp_managed_module" in vars(m)]
         self._sizes = list(map(len, self._whole))
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether calls are measured as ones in the middle of training."""
-        return self.check.sentinels.is_measured
-
     def kind_of(self, tensors: Sequence[torch.Tensor]) -> CallKind:
         """The kind of a call with these inputs."""
         key = (self.module.training, *map(_type_of, tensors))
         if (kind := self._kinds.get(key)) is None:
             accelerators = accelerators_of([*tensors, *self.parameters()])
             # after many calls so many go unchecked that none of the few measured ones is
-            schedule = Schedule(1, LONGEST) if self.is_measured else Schedule(FIRST_CALLS, self.gap)
+            schedule = Schedule(1, LONGEST) if self.check.sentinels.is_measured else Schedule(FIRST_CALLS, self.gap)
             kind = self._kinds[key] = CallKind(schedule, accelerators)
         return kind
 

@@ -152,17 +152,14 @@ def _refuse_parts(module: nn.Module, name: str, *, running: bool = False) -> Non
     """Raise ConflictError where the weights are not whole outside of the head's own forward; ``running``: in it."""
     parameters = list(module.parameters())
     fsdp2 = any(hasattr(inner, "set_reshard_after_backward") for inner in module.modules())
-    if fsdp2 or any(hasattr(p, "ds_id") for p in parameters):
-        why = "is sharded by itself"
-    elif not parameters or (running and any(hasattr(p, "to_local") for p in parameters)):
-        why = "does not hold whole weights"
-    else:
-        return
-    raise ConflictError(
-        f"chunked_loss cannot be used on {name}, which {why}: its loss is computed after its own forward",
-        remedy=f"Use `save` on {name}; or call FSDP2's fully_shard on the blocks and the whole model only, so that the "
-        "head's weights are gathered with the model's.",
-    )
+    in_parts = any(hasattr(p, "ds_id") or (running and hasattr(p, "to_local")) for p in parameters)
+    if fsdp2 or in_parts or not parameters:
+        raise ConflictError(
+            f"chunked_loss cannot be used on {name}: its weights are not whole after its forward, where the loss is "
+            "computed",
+            remedy=f"Use `save` on {name}; or call FSDP2's fully_shard on the blocks and the whole model only, so that "
+            "the head's weights are gathered with the model's.",
+        )
 
 
 def goes_row_by_row(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -24,11 +24,8 @@ _saved: Any = inspect.getattr_static(BackwardCFunction, "saved_tensors")
 @functools.cache
 def keep_identity() -> None:
     """From now on, in all of the process: a graph may outlive the plan that it was made under."""
-    BackwardCFunction.saved_tensors = property(_saved_tensors)  # type: ignore[attr-defined]
-
-
-def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    return tuple(map(_itself, _saved.__get__(ctx)))
+    found = property(lambda ctx: tuple(map(_itself, _saved.__get__(ctx))))
+    BackwardCFunction.saved_tensors = found  # type: ignore[attr-defined]
 
 
 def _itself(tensor: Any) -> Any:
