@@ -63,7 +63,7 @@ def cleared(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("second", [lambda model: None, cleared], ids=["no update", "cleared"])
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
-def test_casts_of_weights_as_they_are_can_be_made_anew(kind: str, second: Update) -> None:
+def test_casts_of_weights_as_they_are_can_be_made_again(kind: str, second: Update) -> None:
     assert all(map(torch.equal, trained("save", second, inside=False), trained(kind, second, inside=False)))
 
 
@@ -83,7 +83,7 @@ def adversarial(kind: str, unit: nn.Module, sentinels: Any = "off") -> list[Tens
 
 @pytest.mark.parametrize("kind", sorted(choice_kinds("block")))
 @pytest.mark.parametrize("normed", [False, True])
-def test_changed_inputs_are_refused_where_they_are_cast_anew(normed: bool, kind: str) -> None:
+def test_changed_inputs_are_refused_where_they_are_cast_again(normed: bool, kind: str) -> None:
     """Most layers begin with a norm, of whose input no cast is made."""
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))

@@ -80,7 +80,7 @@ def test_one_graph_or_an_error_with_the_choices_name(kind, where, wanted):
 
 
 @pytest.mark.parametrize("kind", ["offload", "recompute_offload"])
-def test_what_moves_is_not_compiled_for_every_layer_anew(kind):
+def test_what_moves_is_not_compiled_again_for_every_layer(kind):
     """Else torch gives up on layers beyond its limit, and these run eagerly."""
 
     def make() -> nn.Module:

@@ -183,7 +183,7 @@ def test_a_live_search_is_answered_from_its_record_too(tmp_path: Path) -> None:
     assert "profile" in stages
 
 
-def test_op_times_that_steps_contradict_are_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_times_that_steps_contradict_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOCKPT_CACHE", str(tmp_path))
 
     def asked() -> tuple[bool, bool]:

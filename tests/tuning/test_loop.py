@@ -315,7 +315,7 @@ def test_a_seed_plan_is_tried_before_a_budget_is_refused(monkeypatch: pytest.Mon
     assert (trial := found.trials.find(mixed)) is not None and trial.feasible and trial.encoding == "seed"
 
 
-def test_a_seed_plan_with_unpriced_choices_is_no_obstacle() -> None:
+def test_a_seed_plan_with_choices_without_costs_is_no_obstacle() -> None:
     device = MadeUpDevice()
     odd = dict.fromkeys(device.names, parse_choice({"kind": "selective", "keep": ["f"]}))
     odd = {name: odd[name] if i == 0 else RECOMPUTE for i, name in enumerate(device.names)}

@@ -40,7 +40,7 @@ def plan(*choices: Choice) -> dict[str, Choice]:
 
 
 @given(base=st.floats(0.1, 10), recompute=st.floats(0.4, 2.5), offload=st.floats(0.4, 2.5))
-def test_recovers_prices_from_noise_free_trials(base: float, recompute: float, offload: float) -> None:
+def test_recovers_costs_from_noise_free_trials(base: float, recompute: float, offload: float) -> None:
     plans = [
         plan(SAVE, SAVE, SAVE, SAVE),
         plan(RECOMPUTE, RECOMPUTE, RECOMPUTE, RECOMPUTE),
@@ -82,7 +82,7 @@ def test_what_the_head_adds_is_told_apart_from_what_layers_cost(base: float, hea
     assert difference == pytest.approx(head, abs=0.008)
 
 
-def test_a_choice_that_adds_less_than_the_noise_keeps_its_price() -> None:
+def test_a_choice_that_adds_less_than_the_noise_keeps_its_cost() -> None:
     small = problem()
     options = tuple(o.model_copy(update={"seconds": o.seconds / 100}) for o in small.units[0].options)
     small = small.model_copy(update={"units": tuple(u.model_copy(update={"options": options}) for u in small.units)})
@@ -111,7 +111,7 @@ def test_bytes_that_ghost_runs_miss_are_kept_as_headroom() -> None:
     assert unseen_bytes([trial(plan(SAVE, SAVE, SAVE, SAVE), 1.0, predicted=500, measured=480)]) == 0
 
 
-def test_a_trial_is_expected_at_fitted_prices() -> None:
+def test_a_trial_is_expected_at_fitted_costs() -> None:
     """Recomputing takes twice as long as the profile says; where nothing was predicted nothing is expected."""
     plans = [plan(*[RECOMPUTE] * count, *[SAVE] * (4 - count)) for count in range(5)]
     measured = [trial(choices, 1.0 + 0.04 * count) for count, choices in enumerate(plans)]
