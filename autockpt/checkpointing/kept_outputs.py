@@ -66,9 +66,13 @@ class Scope:
 
 
 class Source(NamedTuple):
-    """Where a saved tensor comes from: its ``number`` among what the call was given, with these ``strides``. The call's
-    own have negative numbers, from -1 downwards. ``cast``: to which type. ``geometry``: the saved tensor's size and
-    strides, and its offset from where that begins; None where it is that itself."""
+    """Where a saved tensor comes from.
+
+    - ``number``: of what the call was given, which it is; the call's own have negative numbers, from -1 downwards.
+    - ``strides``: those of what was given.
+    - ``cast``: to which type it is cast.
+    - ``geometry``: size, strides and offset of the saved tensor within what was given; None where it is that itself.
+    """
 
     number: int
     strides: tuple[int, ...] | None = None
@@ -79,12 +83,13 @@ class Source(NamedTuple):
 class KeptCall:
     """One call in a scope, as later ones will be.
 
-    ``sources`` of what it saves; None where it runs again. ``own``: which of the unit's saved tensors are of its own
-    making. ``leaves``: which of these it returns, one for each tensor of its output; None where others do, so that its
-    output has to be caught. ``trains``: which of them have a gradient. ``is_needed``: the unit saves more after it.
-    ``begin``: how many tensors the unit had saved before it. ``is_ambiguous``: later calls may have the same tensors
-    from elsewhere. ``outputs`` and ``saved``, its own tensors, are there until the forward that it is learned from has
-    ended.
+    - ``begin``: how many tensors the unit had saved before it; ``place``: its place among the calls that are followed.
+    - ``sources``: where each tensor that it saves comes from; None where it runs again.
+    - ``own``: the numbers of the saved tensors that it made itself.
+    - ``leaves``: which of these it returns, one for each tensor of its output; None where it returns others, and its
+      output has to be caught. ``trains``: which tensors of its output require a gradient.
+    - ``is_needed``: the unit saves more after it. ``is_ambiguous``: later calls may have such tensors from elsewhere.
+    - ``outputs``, ``saved`` (its own tensors): there until the forward that it is learned from has ended.
     """
 
     def __init__(self, scope: Scope, function: Any, begin: int) -> None:
