@@ -136,10 +136,6 @@ class Recipe:
         self.is_dynamic = False
         self.switches: tuple[Any, ...] = ()
 
-    @property
-    def forms(self) -> list[Form | None]:
-        return [position.form for position in self.positions]
-
 
 class Planner:
     """Goes along the record of a call once: its ``recipe``, in which tensors up to ``small`` bytes are kept. ``_reach``

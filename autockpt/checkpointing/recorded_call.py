@@ -191,7 +191,7 @@ class RecordedUnit(CheckpointedUnit):
         else:
             signature.kind.misses, signature.agreed = signature.kind.misses + 1, 1
             # calls that saved tensors of other forms have not followed it
-            if followed and before.forms == recipe.forms:
+            if followed and [p.form for p in before.positions] == [p.form for p in recipe.positions]:
                 signature.recipe = None
                 raise RerunMismatch(
                     f"{self.name} has changed within the last {followed} calls what it does, and what backward "
