@@ -93,14 +93,14 @@ class DivergenceCheck:
     step has several. Every unit's first two calls are checked, with ``sample`` then ever fewer, at last one of 512, and
     with ``all`` every call.
 
-    ``is_measured``, to be set before the first forward: steps are measured as ones in the middle of training. One call
-    of each kind is checked for what it changes, and nothing is compared.
+    ``in_mid_training``, to be set before the first forward: steps are measured as they are in the middle of training.
+    One call of each kind is checked for what it changes, and nothing is compared.
     """
 
     def __init__(self, mode: Mode = "off") -> None:
         self.mode: Mode = mode
         self.passes = 0
-        self.is_measured = False
+        self.in_mid_training = False
         self.units: dict[str, UnitProof] = {}
         self._warned = False
         self.open: list[weakref.ref[CheckedCall]] = []  # of the present forward
@@ -222,7 +222,7 @@ class UnitCheck:
     def observer(self, *, checked: bool | None = None, new: bool = False) -> CheckedCall | None:
         """A call begins: what looks at the tensors that it saves; None where nothing does. ``checked`` None: by a
         schedule of its own, or where it does something ``new``."""
-        if self.sentinels.is_measured or self.sentinels.mode == "off":
+        if self.sentinels.in_mid_training or self.sentinels.mode == "off":
             return None
         self.calls += 1
         if checked is None:

@@ -318,7 +318,7 @@ class KeepingFrame(CheckpointFrame):
         if function not in scope.again:
             with torch._C.DisableTorchFunction():
                 call.learn(output, noted, _given(function, args, kwargs))
-            if self._unchecked is not None and not self._unit.check.sentinels.is_measured:
+            if self._unchecked is not None and not self._unit.check.sentinels.in_mid_training:
                 call.look_at_memory()
         return output
 

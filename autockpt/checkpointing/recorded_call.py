@@ -146,7 +146,7 @@ class RecordedUnit(CheckpointedUnit):
         kind = signature.kind
         is_due = kind.schedule.next() is not None and self._compares
         # so many recordings have to agree before calls follow the recipe
-        is_steady = (kind.is_steady or self.check.sentinels.is_measured) and not kind.misses
+        is_steady = (kind.is_steady or self.check.sentinels.in_mid_training) and not kind.misses
         needed = 1 if is_steady else FIRST_CALLS * 4**kind.misses
         return signature, tensors, is_due or kind.misses >= _MISSES or signature.agreed < needed
 

@@ -61,7 +61,7 @@ class CheckpointedUnit:
         if (kind := self._kinds.get(key)) is None:
             accelerators = accelerators_of([*tensors, *self.parameters()])
             # after many calls so many go unchecked that none of the few measured ones is
-            schedule = Schedule(1, LONGEST) if self.check.sentinels.is_measured else Schedule(FIRST_CALLS, self.gap)
+            schedule = Schedule(1, LONGEST) if self.check.sentinels.in_mid_training else Schedule(FIRST_CALLS, self.gap)
             kind = self._kinds[key] = CallKind(schedule, accelerators)
         return kind
 

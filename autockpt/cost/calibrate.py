@@ -287,7 +287,7 @@ def host_costs(clock: Stopwatch, workload: Step, cycles: int) -> tuple[float, fl
     for _ in range(cycles):
         for place, plan in enumerate(plans):
             with attach(workload.model, plan, sentinels="off") as session:
-                session.sentinels.is_measured = True
+                session.sentinels.in_mid_training = True
                 with OpTimer(clock.device) as timer:  # and a cycle that warms up
                     workload.cycle()
                 timer.finish()

@@ -142,7 +142,7 @@ class StepRunner:
         if (session := self._sessions.pop(key, None)) is None:
             model, bound = self.workload.model, self.host_budget
             session = without_kv_cache(model) if choices is None else attach(model, choices, host_budget=bound)
-            session.sentinels.is_measured = True
+            session.sentinels.in_mid_training = True
             session.remove()
         with session.reattach():
             yield session

@@ -193,7 +193,7 @@ class TracedRun:
             yield
             return
         with attach(self.workload.model, choices, transport=self._transport, sentinels="off") as session:
-            session.sentinels.is_measured = True  # which compares no memory: of ghosts there is none
+            session.sentinels.in_mid_training = True  # which compares no memory: of ghosts there is none
             yield
 
     def _transport(self, device: torch.device, tier: Tier) -> Transport:

@@ -115,7 +115,7 @@ def recorded(noted: list[Any]) -> Callable[[nn.Module, Iterable[int]], list[int]
 def planned(layer: nn.Module, *keep: str, traced: bool = False) -> nn.Module:
     session = attach(nn.Sequential(layer), {"0": parse_choice({"kind": "remake", "keep": keep})}, sentinels="off")
     if traced:
-        session.sentinels.is_measured = True
+        session.sentinels.in_mid_training = True
     return layer
 
 

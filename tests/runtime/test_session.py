@@ -75,7 +75,7 @@ def test_units_that_count_are_measured_in_mid_training():
         return unit.linear(x).sigmoid() * unit.count
 
     with attach(model := Row(lambda: Unit(body)), {"units.0": RECOMPUTE, "units.1": RECOMPUTE}) as session:
-        session.sentinels.is_measured = True
+        session.sentinels.in_mid_training = True
         for step in range(1, 4):
             model(torch.randn(4, 8)).sum().backward()
             assert [unit.count for unit in model.units] == [step, step]

@@ -96,7 +96,7 @@ def _attached(model: nn.Module, key: _Key, choices: Mapping[str, Choice] | None)
     plan = (*key, "plain" if choices is None else plan_hash(choices))
     if plan not in known:
         known[plan] = without_kv_cache(model) if choices is None else attach(model, choices)
-        known[plan].sentinels.is_measured = True
+        known[plan].sentinels.in_mid_training = True
         known[plan].remove()
     return known[plan].reattach()
 

@@ -24,7 +24,7 @@ class Ours(Peer):
 
     def attach(self, model: nn.Module, units: Sequence[str], setting: Mapping[str, Any]) -> Detach:
         session = attach(model, parse_choices(setting["choices"]))
-        session.in_mid_training()
+        session.sentinels.in_mid_training = True
         return session.remove
 
 
