@@ -98,8 +98,8 @@ class RecordedUnit(CheckpointedUnit):
     """A module whose calls follow recipes, as its modules are now.
 
     ``recording_mode`` makes a dispatch mode that hands ops to a recorder. ``keeps``: whether an expensive op must not
-    run again. ``scopes``: modules inside of which no expensive op must (``keep``), or outside of which no op must
-    (``within``).
+    run again. ``named``: modules that the choice names, inside of which no expensive op must (``keep``), or outside of
+    which no op must (``within``).
     ``compares``: calls that follow a recipe are recorded again now and then.
     """
 
@@ -112,13 +112,13 @@ class RecordedUnit(CheckpointedUnit):
         check: UnitCheck,
         recording_mode: Callable[[OpRecorder], AbstractContextManager[Any]],
         keeps: Callable[[Any], bool],
-        scopes: Mapping[nn.Module, str],
+        named: Mapping[nn.Module, str],
         *,
         compares: bool,
     ) -> None:
         super().__init__(name, module, check)
-        self.recording_mode, self.keeps, self.scopes = recording_mode, keeps, scopes
-        self.everywhere = "within" not in self.scopes.values()
+        self.recording_mode, self.keeps, self.named = recording_mode, keeps, named
+        self.everywhere = "within" not in self.named.values()
         self.modules = modules = self.state.modules
         places = [(home, n) for m in modules for home in (m._parameters, m._buffers) for n in home]
         # FullyShardedDataParallel puts views of its own in the place of parameters
@@ -520,7 +520,7 @@ def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
     with ExitStack() as stack, tapping(unit, numbers, recorder.pass_module):
         # hooks behind a forward are not called for a KeyboardInterrupt
         stack.callback(lambda: [mode.__exit__(None, None, None) for mode in reversed(modes)])
-        for module, kind in unit.scopes.items():
+        for module, kind in unit.named.items():
             stack.callback(module.register_forward_pre_hook(functools.partial(enter, kind), prepend=True).remove)
             left = module.register_forward_hook(functools.partial(leave, kind), always_call=True)
             stack.callback(left.remove)

@@ -116,8 +116,8 @@ class RemakeState(Attachment):
         known, key = Learned.units, (self.unit, self._choice)
         if known is not None and key in known:
             return known[key]
-        scopes, mode = _scopes(PlannedUnit(self.unit, module, self._choice)), partial(RecordingMode, self.unit)
-        unit = RecordedUnit(self.unit, module, self.check, mode, self._keeps, scopes, compares=known is None)
+        named, mode = _named_modules(PlannedUnit(self.unit, module, self._choice)), partial(RecordingMode, self.unit)
+        unit = RecordedUnit(self.unit, module, self.check, mode, self._keeps, named, compares=known is None)
         if known is not None:
             known[key] = unit
         return unit
@@ -127,7 +127,7 @@ class RemakeState(Attachment):
         return EVERYTHING in keep or (ATTENTION in keep and is_attention(func))
 
 
-def _scopes(unit: PlannedUnit) -> dict[nn.Module, str]:
+def _named_modules(unit: PlannedUnit) -> dict[nn.Module, str]:
     """The modules inside of a unit that its choice names, and by which field. Raises PlanError."""
     choice = unit.choice
     assert isinstance(choice, Remake)
@@ -196,5 +196,5 @@ def _reads_only(function: type) -> bool:
 def attach_remake(unit: PlannedUnit, session: Session) -> None:
     assert isinstance(unit.choice, Remake)
     refuse_modules(unit.module, unit.name, torch.jit.ScriptModule)
-    _scopes(unit)
+    _named_modules(unit)
     session.place(unit.module, run_rematerialized, RemakeState(unit.name, unit.choice))
