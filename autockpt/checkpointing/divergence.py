@@ -31,7 +31,7 @@ from autockpt.checkpointing.fingerprint import (
     local_part,
     probe_of,
     quietly,
-    read,
+    read_verdicts,
     repeats,
     stream_of,
     sums,
@@ -171,7 +171,7 @@ class DivergenceCheck:
         """The one read. Raises RerunMismatch for the first unit with tensors that differ."""
         compared = [(call, pair) for call in calls for pair in call.compared]
         wrong: dict[CheckedCall, list[Compared]] = {}
-        for (call, pair), (same, away) in zip(compared, read([pair for _, pair in compared]), strict=True):
+        for (call, pair), (same, away) in zip(compared, read_verdicts([pair for _, pair in compared]), strict=True):
             if same:
                 continue
             if pair.tolerance is not None and away <= pair.tolerance:

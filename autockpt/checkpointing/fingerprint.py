@@ -157,7 +157,7 @@ class Compared(NamedTuple):
     tolerance: float | None = None
 
 
-def read(compared: list[Compared]) -> list[tuple[bool, float]]:
+def read_verdicts(compared: list[Compared]) -> list[tuple[bool, float]]:
     """Whether each pair is equal, and how far its sketches are apart; one read per device, another of sketches."""
     for device, stream in {(pair.found.device, pair.stream) for pair in compared}:
         if (here := stream_of(device)) != stream:  # the end of a backward need not come after these

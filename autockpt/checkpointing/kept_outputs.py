@@ -65,7 +65,7 @@ class Scope:
         return Scope, (self.functions,)  # a copy learns again
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """Where a saved tensor comes from.
 
     - ``number``: of what the call was given, which it is; the call's own have negative numbers, from -1 downwards.
@@ -84,7 +84,7 @@ class KeptCall:
     """One call in a scope, as later ones will be.
 
     - ``begin``: how many tensors the unit had saved before it; ``place``: its place among the calls that are followed.
-    - ``sources``: where each tensor that it saves comes from; None where it runs again.
+    - ``origins``: where each tensor that it saves comes from; None where it runs again.
     - ``own``: the numbers of the saved tensors that it made itself.
     - ``leaves``: which of these it returns, one for each tensor of its output; None where it returns others, and its
       output has to be caught. ``trains``: which tensors of its output require a gradient.
@@ -99,7 +99,7 @@ class KeptCall:
 
     def forget(self) -> None:
         """It runs again."""
-        self.sources: list[Source] | None = None
+        self.origins: list[Origin] | None = None
         self.own: list[int] = []
         self.leaves: list[int] | None = None
         self.trains: list[bool] = []
@@ -124,23 +124,23 @@ class KeptCall:
         if not numbers.keys().isdisjoint(outputs):
             return  # it returns what it was given, which may be written to later
         own: dict[int, tuple[torch.Tensor, int]] = {}
-        sources: list[Source] = []
+        origins: list[Origin] = []
         for nth, tensor in enumerate(saved, self.begin):
             plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
             if plain:
-                source = _plain_source(tensor, given, numbers)
+                origin = _plain_origin(tensor, given, numbers)
             else:  # quantised weights and the like are saved as they are
-                source = next((Source(number) for number, value in enumerate(given) if value is tensor), None)
-            if source is None:
+                origin = next((Origin(number) for number, value in enumerate(given) if value is tensor), None)
+            if origin is None:
                 if not plain:
                     return
                 own[nth] = tensor.detach(), tensor._version
-                source = Source(-len(own))
-            sources.append(source)
+                origin = Origin(-len(own))
+            origins.append(origin)
         extra = {m: t.untyped_storage().nbytes() for t, _ in own.values() if (m := _memory(t)) not in outputs}
         if _OWN_SHARE * sum(extra.values()) > sum(leaf.untyped_storage().nbytes() for leaf in outputs.values()):
             return
-        self.sources, self.saved, self.own = sources, own, list(own)
+        self.origins, self.saved, self.own = origins, own, list(own)
         self.outputs, self.is_tuple = _held(output) or (), type(output) is tuple
         self.trains = [leaf.requires_grad for leaf in leaves]
 
@@ -157,7 +157,7 @@ class KeptCall:
         if changed:
             self.forget()
         self._prints = []
-        self.is_needed = self.sources is not None and self.begin + len(self.sources) != saved
+        self.is_needed = self.origins is not None and self.begin + len(self.origins) != saved
         if not isinstance(self.function, nn.Module):
             at = {(*layout_of(tensor), _memory(tensor)): number for number, (tensor, _) in self.saved.items()}
             found = [at[key] for leaf, _ in self.outputs if (key := (*layout_of(leaf), _memory(leaf))) in at]
@@ -262,7 +262,7 @@ class KeepingFrame(CheckpointFrame):
             return FunctionScopes(self, scope) if (learns if pattern is None else pattern.catches_functions) else None
         for place in range(self._next, len(self._row)):
             call = self._row[place][0]
-            if call.scope is scope and call.sources is not None:
+            if call.scope is scope and call.origins is not None:
                 mode = FunctionScopes(self, scope)
                 if call.begin > self._filled and self.mode is None and not _get_current_function_mode_stack():
                     self._until, self.mode, mode.first = call.begin, mode, place
@@ -333,7 +333,7 @@ class KeepingFrame(CheckpointFrame):
         self._caught = [(call.function, call.outputs if holds else ()) for call, holds in pairs]
         for call in calls:
             call.outputs, call.saved = (), {}
-        if not any(call.is_ambiguous for call in calls if call.sources is not None):
+        if not any(call.is_ambiguous for call in calls if call.origins is not None):
             if len(patterns) >= _MOST_PATTERNS:  # batches without padding have new lengths in every step
                 patterns.clear()
             patterns[self._key] = pattern
@@ -380,7 +380,7 @@ class KeepingFrame(CheckpointFrame):
         else:
             return None  # a scope that is entered in one of the two runs only does not shift the others
         self._next = place + 1
-        if call.sources is None or outputs is None:
+        if call.origins is None or outputs is None:
             return None
         for leaf, version in outputs:
             if leaf._version != version:
@@ -389,7 +389,7 @@ class KeepingFrame(CheckpointFrame):
             raise diverged(self.name, f"took another path when it ran again, {function} instead of {call.function}")
         with torch._C.DisableTorchFunction():
             given, values = _given(function, args, kwargs), list[torch.Tensor]()
-            for number, strides, cast, geometry in call.sources:
+            for number, strides, cast, geometry in call.origins:
                 if number < 0:
                     values.append(self._wanted[call.own[-1 - number]][0])
                     continue
@@ -445,20 +445,20 @@ def _held(output: Any) -> Output | None:
     return [(leaf.detach(), leaf._version) for leaf in output]
 
 
-def _plain_source(tensor: torch.Tensor, given: Sequence[Any], numbers: Mapping[Any, int]) -> Source | None:
-    """The source of a view of what the call was given, or of a cast of it. ``numbers``: by memory, which of these."""
+def _plain_origin(tensor: torch.Tensor, given: Sequence[Any], numbers: Mapping[Any, int]) -> Origin | None:
+    """The origin of a view of what the call was given, or of a cast of it. ``numbers``: by memory, which of these."""
     memory = _memory(tensor)
     number = numbers.get((memory, tensor.storage_offset()), numbers.get(memory))
     if number is None or (value := given[number]).dtype is not tensor.dtype:
-        return _cast_source(tensor, given)
+        return _cast_origin(tensor, given)
     size, strides, there = tensor.size(), tensor.stride(), value.stride()
     offset = int(tensor.storage_offset() - value.storage_offset())
     itself = not offset and strides == there and size == value.size()
-    return Source(number, there, None, None if itself else (size, strides, offset))
+    return Origin(number, there, None, None if itself else (size, strides, offset))
 
 
-def _cast_source(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
-    """The source of what autocast, or the call itself, cast of what it was given."""
+def _cast_origin(tensor: torch.Tensor, given: Sequence[Any]) -> Origin | None:
+    """The origin of what autocast, or the call itself, cast of what it was given."""
     if not tensor.is_floating_point():
         return None
     whole = tensor if tensor._base is None else tensor._base
@@ -478,7 +478,7 @@ def _cast_source(tensor: torch.Tensor, given: Sequence[Any]) -> Source | None:
     if not whole.requires_grad and why_not(whole) is None and not _equal(whole, _cast(value, whole.dtype)):
         return None
     geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-    return Source(number, value.stride(), tensor.dtype, geometry)
+    return Origin(number, value.stride(), tensor.dtype, geometry)
 
 
 def _is_cast_of(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -58,8 +58,8 @@ class Value:
         self.geometry, self.dtype, self.nbytes = geometry_of(tensor), tensor.dtype, tensor.untyped_storage().nbytes()
         self.version = tensor._version
         self.given: Literal["input", "weight"] | None = None
-        self.op: Op | None = None
-        self.blank: Op | None = None
+        self.op: RecordedOp | None = None
+        self.blank: RecordedOp | None = None
         self.number = self.index = self.unwritten = 0
         self.foreign = self.overwritten = False
 
@@ -76,7 +76,7 @@ class Read(NamedTuple):
     geometry: Geometry
 
 
-class Op:
+class RecordedOp:
     """An op that can run again. Its arguments are as they were but for tensors, which are ``Read``."""
 
     def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], reads: list[Value]) -> None:
@@ -122,7 +122,7 @@ class OpRecorder:
         *,
         everywhere: bool = True,
     ) -> None:
-        self.timeline: list[Op | Saved | Tapped] = []
+        self.timeline: list[RecordedOp | Saved | Tapped] = []
         self.tapped: dict[Tap, tuple[torch.Tensor, int]] = {}
         self.is_dynamic = False
         self.keeping = 0  # how many modules run whose expensive ops are not to run again
@@ -191,12 +191,12 @@ class OpRecorder:
                 self.timeline.append(op)
         return out
 
-    def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op | None:
+    def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedOp | None:
         """The op as it would run again; None where it reads what cannot be followed."""
         reads: list[Value] = []
         noted = [self._noted(arg, reads) for arg in args]
         named = {name: self._noted(arg, reads) for name, arg in kwargs.items()}
-        return None if _UNKNOWN in noted or _UNKNOWN in named.values() else Op(func, noted, named, reads)
+        return None if _UNKNOWN in noted or _UNKNOWN in named.values() else RecordedOp(func, noted, named, reads)
 
     def _noted(self, arg: Any, reads: list[Value]) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -210,7 +210,7 @@ class OpRecorder:
             return _UNKNOWN if _UNKNOWN in parts else parts
         return arg
 
-    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op: Op | None) -> None:
+    def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op: RecordedOp | None) -> None:
         """``op``: the write as it would run again."""
         for position, name in written_by(func, STATISTICS):
             written = args[position] if position < len(args) else kwargs.get(name)
@@ -227,7 +227,7 @@ class OpRecorder:
                         self._made_by(value, op)
                         value.unwritten = max(0, before.unwritten - tensor.numel())
 
-    def _made_by(self, value: Value, op: Op) -> None:
+    def _made_by(self, value: Value, op: RecordedOp) -> None:
         value.op = op
         op.outputs.append(value)
         self.timeline.append(op)
@@ -255,7 +255,7 @@ class OpRecorder:
     def forget(self) -> None:
         """The record is not needed any more: ops and what they made hold one another."""
         for event in self.timeline:
-            if isinstance(event, Op):
+            if isinstance(event, RecordedOp):
                 event.outputs = []
         self.timeline, self._values, self.tapped = [], {}, {}
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from autockpt.checkpointing.op_recorder import Geometry, Op, OpRecorder, Read, Saved, Tap, Tapped, Value
+from autockpt.checkpointing.op_recorder import Geometry, OpRecorder, Read, RecordedOp, Saved, Tap, Tapped, Value
 
 SMALL = 16
 """A tensor this many times smaller than the unit's largest input (statistics of a norm) is not worth recomputing."""
@@ -50,7 +50,7 @@ class Instruction:
 
     __slots__ = ("_args", "_func", "_kwargs", "_takes", "outputs", "reads")
 
-    def __init__(self, op: Op, take: Callable[[Read], Take], numbers: dict[Value, int]) -> None:
+    def __init__(self, op: RecordedOp, take: Callable[[Read], Take], numbers: dict[Value, int]) -> None:
         self._func = op.func
         self._args = [_compiled(arg, take) for arg in op.args]
         self._kwargs = {name: _compiled(arg, take) for name, arg in op.kwargs.items()}
@@ -144,7 +144,7 @@ class Planner:
     def __init__(self, record: OpRecorder, small: int) -> None:
         self.recipe = recipe = Recipe()
         recipe.is_dynamic, recipe.switches = record.is_dynamic, record.switches
-        self._small, self._ops = small, [event for event in record.timeline if isinstance(event, Op)]
+        self._small, self._ops = small, [event for event in record.timeline if isinstance(event, RecordedOp)]
         self._compiled: dict[Any, Instruction] = {}
         self._needed = set[int]()  # ops of any program
         self._tapped: list[tuple[Value, Tap]] = []
@@ -279,7 +279,7 @@ class Planner:
             base = self._kept[read.value][1] if read.value in self._kept else read.value.geometry
             return Take(self._number(read.value), _relative(read.geometry, base))
 
-        def compiled(op: Op) -> Instruction:
+        def compiled(op: RecordedOp) -> Instruction:
             # programs share it where they find the same of what it reads in cells
             key = op, *[read in self._kept for read in op.reads]
             if key not in self._compiled:

@@ -204,7 +204,7 @@ def measure_op_times(
     """
     device = runs.environment.device
     allowed = within_host(uniform, device, host_budget)
-    lean, graph = leanest(allowed)
+    lean, graph = leanest_uniform(allowed)
     disk = wants_disk(uniform, device, host_budget)
     heads = [] if head is None else [{head.unit.name: choice} for choice in head.graphs]
     runnable = [graph, *(head.graphs.values() if head is not None else [])]
@@ -275,7 +275,7 @@ def used_by_others(runs: Measurer) -> int:
     return int(runs.call("autockpt.cost.op_times:memory_of_others", {})["bytes"])
 
 
-def leanest(graphs: UniformRuns) -> tuple[dict[str, Choice], Graph]:
+def leanest_uniform(graphs: UniformRuns) -> tuple[dict[str, Choice], Graph]:
     """The uniform plan with the smallest peak; recompute if it is among them, as it runs every op."""
     if "recompute" in graphs:
         return graphs["recompute"]

@@ -79,7 +79,7 @@ def op_seconds(graph: Graph, times: OpTimes) -> np.ndarray:
     is_optimizer = phase == PHASES.index("optimizer")
     known = {i: times.seconds[text] for i, text in enumerate(graph.signatures) if text in times.seconds}
     if missing := set(signature[~is_optimizer].tolist()) - known.keys():
-        known |= estimate(graph, known, missing)
+        known |= estimated_seconds(graph, known, missing)
     seconds = np.array([known.get(i, 0.0) for i in range(len(graph.signatures))])
     duration = seconds[signature] + times.host_seconds
     on_one_rank = ~np.isin(signature, list(_collectives(graph)))
@@ -194,7 +194,7 @@ def _by_unit(graph: Graph, phase: np.ndarray, seconds: np.ndarray) -> dict[str, 
     return {name: dict(zip(PHASES, map(float, row), strict=True)) for name, row in zip(names, sums, strict=True)}
 
 
-def estimate(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[int, float]:
+def estimated_seconds(graph: Graph, known: dict[int, float], missing: set[int]) -> dict[int, float]:
     """Seconds for each missing signature index, from the seconds of the ``known`` ones of the same graph.
 
     Timed signatures of the same op are scaled by FLOPs (where both have them) or by bytes moved. Without any, the

@@ -131,7 +131,7 @@ class CrossEntropy:
         return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
 
 
-class ChunkedLoss(torch.autograd.Function):
+class ChunkedCrossEntropy(torch.autograd.Function):
     """Forward keeps nothing of the logits that it makes; backward computes each chunk again (Chen et al. 2016,
     arXiv:1604.06174) and sums the weights' gradients over chunks in single precision at least. Sums over tokens are
     left to the operator that plain training has, on one number per row."""
@@ -517,7 +517,7 @@ def _cross_entropy(
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     settings = CrossEntropy(source.call, source.functions, reduction, options, AutocastState([hidden.device.type]))
     # saved is an alias without a graph, which shares the version counter: a change in place is noticed
-    loss: Any = ChunkedLoss.apply(settings, hidden, hidden.detach(), target, *source.call.trained)
+    loss: Any = ChunkedCrossEntropy.apply(settings, hidden, hidden.detach(), target, *source.call.trained)
     source.call.used = True
     source.tell_watchers(loss)
     return loss

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from autockpt.cost import CostModel, local_memory, measure_op_times, used_by_others
-from autockpt.cost.profile import leanest
+from autockpt.cost.profile import leanest_uniform
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted, cycles_to_time
@@ -116,7 +116,7 @@ class Measured(Target):
                     left=partial(clock.seconds_within, TIMING),
                 )
         except DeviceOutOfMemory as error:
-            smallest = prepared.needs(leanest(traced.uniform)[1])
+            smallest = prepared.needs(leanest_uniform(traced.uniform)[1])
             raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
         self.measured_before = {plan_hash(traced.uniform[kind][0]): plan for kind, plan in measured.items()}
         return times
