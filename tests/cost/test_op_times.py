@@ -80,7 +80,7 @@ def one_rank(tmp_path):
 
 
 @needs_gloo
-def test_a_collective_takes_from_when_all_ranks_are_there_until_its_end(one_rank):
+def test_a_collective_is_timed_from_when_all_ranks_are_there(one_rank):
     there = []
     timer = op_times.OpTimer(torch.device("cpu"), lambda: there.append(len(timer.seconds)))
     with timer:

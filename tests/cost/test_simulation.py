@@ -161,7 +161,7 @@ def test_only_what_touches_a_sum_waits_for_it():
     assert seconds_of(graph, {REDUCE: 5.0, "aten.mm.default": 3.0}) == pytest.approx(3 + 5 + 3)
 
 
-def test_without_streams_a_sum_is_waited_for_at_once_and_takes_as_long_when_it_runs_again():
+def test_without_streams_a_sum_is_waited_for_at_once_in_recompute_too():
     graph = of_ranks(("aten.mm.default", (0,), 1), (REDUCE, (1,), 2), ("aten.mm.default", (0,), 3))
     again = graph.model_copy(update={"ops": tuple(replace(op, phase="recompute") for op in graph.ops)})
     seconds = {text: 5.0 if text.startswith(REDUCE) else 3.0 for text in graph.signatures}

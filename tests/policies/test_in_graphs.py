@@ -163,7 +163,7 @@ def test_recompute_reads_what_forward_read(kind: str):
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"data of a buffer"}))  # which that compiler cannot take
-def test_so_does_a_compile_budget_whose_settings_are_for_one_compilation(kind: str):
+def test_a_compile_budget_reads_that_and_leaves_no_setting_behind(kind: str):
     before = config.joint_custom_pass, config.activation_memory_budget
     make = partial(model, kind, "aot_eager_decomp_partition")
     got = trained(make, on(WRITING, "compile_budget"), rows, 2)

@@ -67,7 +67,7 @@ def test_whoever_would_wait_for_ever_is_told(monkeypatch):
         loss.backward()
 
 
-def test_a_call_that_ends_while_another_thread_records_is_not_part_of_it() -> None:
+def test_a_recording_holds_no_call_of_another_thread() -> None:
     inside, recorded = threading.Event(), threading.Event()
 
     class Meeting(nn.Linear):

@@ -123,7 +123,7 @@ def test_a_winner_that_fails_in_a_fresh_process_is_not_named() -> None:
     assert any("fresh process" in note for note in found.target.notes)
 
 
-def test_the_winner_is_confirmed_by_a_worker_of_its_own_where_a_limit_holds() -> None:
+def test_where_a_limit_holds_a_new_worker_confirms_the_winner() -> None:
     class Worker(WorkerMeasurer):
         environment = environment("cuda", enforces_limit=True)  # type: ignore[assignment]
         beat = staticmethod(lambda word: None)  # type: ignore[assignment]
@@ -367,7 +367,7 @@ def test_a_plan_that_two_processes_ended_in_is_left_out(tmp_path: Path) -> None:
     assert states["recompute all"] == "out_of_memory" and not run.in_flight()
 
 
-def test_a_plan_that_was_measured_for_the_profile_is_not_measured_again() -> None:
+def test_a_plan_measured_for_the_profile_is_not_measured_again() -> None:
     device = MadeUpDevice()
     plan = dict.fromkeys(device.names, RECOMPUTE)
     known = device.measure(plan)
