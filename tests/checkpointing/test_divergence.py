@@ -178,7 +178,7 @@ def by_a_fused_step(bias: Tensor) -> None:
 # under `selective` products are kept, so nothing is made again from these weights
 @pytest.mark.parametrize("kind", [*(kind for kind in RERUNNING if kind != "selective"), "remake"], ids=str)
 @pytest.mark.parametrize("write", [by_data, by_a_fused_step])
-def test_late_writes_to_weights_before_backward_are_found_in_a_checked_call(write: Any, kind: Any) -> None:
+def test_late_writes_to_weights_are_found_in_a_checked_call(write: Any, kind: Any) -> None:
     model = model_of(mlp)
     with attached(model, kind):
         for _ in range(3):  # the fourth call is checked
