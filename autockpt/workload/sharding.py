@@ -76,6 +76,14 @@ def _tensor_parallel(model: Any, ranks: int, device: torch.device) -> None:
             f"transformers has no plan for tensor parallelism of {type(model).__name__}",
             remedy="Shard the model in a function of your own (parallelize_module), or use `shard` without tp.",
         )
+    divided = {name.rpartition(".")[2] for name, how in model.tp_plan.items() if how == "colwise"}
+    for projection, kind in {"q_proj": "attention", "k_proj": "key_value"}.items():  # a rank views its part as heads
+        heads = getattr(model.config.get_text_config(), f"num_{kind}_heads", None)
+        if projection in divided and isinstance(heads, int) and heads % ranks:
+            raise UsageError(
+                f"`shard: {TENSOR_PARALLEL}{ranks}` does not divide the model's num_{kind}_heads: {heads}",
+                remedy="Give a number of GPUs that divides them, or use `shard` without tp.",
+            )
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh

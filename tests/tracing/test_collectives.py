@@ -109,6 +109,7 @@ def test_adapters_are_divided_with_their_frozen_base() -> None:
         {"model": "llama-tiny", "quantization": {"load_in_8bit": True}, "lora": 4, "shard": 2},
         {"model": "gpt2-tiny", "shard": "tp2"},
         {"model": "llama-tiny", "lora": 4, "shard": "tp2"},
+        {"model": "llama-tiny", "shard": "tp4"},  # of two key-value heads
         {"model": "llama-tiny", "max_grad_norm": 1.0, "shard": "tp2"},
         {"model": f"{MODELS}:with_optimizer", "shard": 2},
     ],
