@@ -142,12 +142,16 @@ def cut(model: nn.Module, batch: dict[str, Any], spec: WorkloadSpec) -> tuple[di
     base = getattr(inner, "base_model", inner)
     names = list(getattr(getattr(base, "config", None), "base_model_pp_plan", None) or ())
     at = next((i for i, name in enumerate(names) if isinstance(getattr(base, name, None), nn.ModuleList)), None)
-    layers: Any = () if at is None else getattr(base, names[at])
-    if at is None or len(layers) < stages or (sizes is not None and sum(sizes) != len(layers)):
+    if at is None:
         raise UsageError(
-            f"{type(inner).__name__} cannot be cut into {stages} stages: "
-            + ("transformers has no plan for it" if at is None else f"it has {len(layers)} layers"),
+            f"{type(inner).__name__} cannot be cut into stages: transformers has no plan for it",
             remedy="Name a function instead of the model that returns autockpt.Step(stage, batch, in_flight=k).",
+        )
+    layers: Any = getattr(base, names[at])
+    if len(layers) < stages or (sizes is not None and sum(sizes) != len(layers)):
+        raise UsageError(
+            f"`stage: {spec.stage}` does not divide {type(inner).__name__}: it has {len(layers)} layers",
+            remedy="Give each stage at least one layer, and all of them together as many as the model has.",
         )
     first, last = number == 0, number == stages - 1
     sizes = sizes or tuple(sum(i * stages // len(layers) == s for i in range(len(layers))) for s in range(stages))

@@ -89,6 +89,6 @@ def test_models_and_schedules_that_cannot_be_cut_are_refused() -> None:
     for stage in ("2/2", "0/2 zbv", "0"):
         with pytest.raises(ValueError):
             WorkloadSpec(model="llama-tiny", stage=stage)
-    for model, stage in (("gpt2-tiny", "0/2"), ("llama-tiny", "0/99")):
-        with pytest.raises(UsageError):
+    for model, stage in (("gpt2-tiny", "0/2"), ("llama-tiny", "0/99"), ("llama-tiny", "0/3,3")):
+        with pytest.raises(UsageError, match=f"{stage}|no plan"):
             build(WorkloadSpec(model=model, stage=stage))
