@@ -382,7 +382,7 @@ def print_stages(answer: PipelineAnswer, console: Console) -> None:
     """Print one line for each stage, which is the slowest, the cut that balances better, and where the plans are."""
     first, slowest = answer.stages[0].outcome, answer.slowest
     of = f" on {first.device.name}{' (simulated)' if first.source == 'simulated' else ''}"
-    console.print(Text.assemble((slowest.plan.model.name, "bold"), of, f"\nBudget {first.budget.asked}\n"))
+    console.print(Text.assemble((slowest.plan.model.name, "bold"), of, f"\nBudget {first.budget.words}\n"))
     table = plain_table("<stage", ">layers", ">peak", ">step", "<plan")
     for stage in answer.stages:
         mark = "" if isinstance(stage.score, Measurement) else "~"

@@ -246,6 +246,7 @@ def test_save_everything_that_does_not_fit_says_so() -> None:
 
 def test_all_stages_stand_in_one_table() -> None:
     one = outcome()
+    one = one.model_copy(update={"budget": one.budget.model_copy(update={"headroom": "5%"})})
     assert one.plan is not None
     stages = tuple(
         StagePlan(stage=f"{i}/2", layers=12, plan=one.plan, path=Path(f"plan_{i}.yaml"), outcome=one) for i in (0, 1)
@@ -253,7 +254,7 @@ def test_all_stages_stand_in_one_table() -> None:
     found = PipelineAnswer(stages=stages, faster_cut=(13, 11), cut_seconds=0.4)
     text = samples.printed(print_stages, found, width=100)
     assert cells(text, "1/2").split()[:3] == ["1/2", "12", "441"] and "`stage: 13,11`" in " ".join(text.split())
-    assert "plan_0.yaml" in text and "plan_1.yaml" in text
+    assert "plan_0.yaml" in text and "plan_1.yaml" in text and f"{one.budget.asked} less 5%" in text
 
 
 def test_ranks_are_shown_where_they_differ() -> None:
