@@ -12,6 +12,7 @@ from autockpt.cost import simulated_memory
 from autockpt.errors import InfeasibleError, PlanError
 from autockpt.runtime import apply
 from autockpt.schema import SAVE, Plan, SearchOutcome, SearchRequest, SearchSpace, WorkloadSpec, parse_budget
+from autockpt.schema.choices import parse_choice
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.run_directory import RunDirectory
 from autockpt.shipped import load_hardware
@@ -92,6 +93,16 @@ def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardwar
     assert all(t.measured is None for t in trials)
     assert all("simulated" not in t.message for t in trials), "its figures say so already"
     assert run.environment() and run.graph() and run.profile() and run.question["hardware"]["name"] == card.name
+
+
+def test_a_plan_to_start_from_adds_no_choice_to_those_allowed(found: SearchOutcome, card: Hardware) -> None:
+    assert found.plan is not None
+    for written, left_out in (("recompute", False), ("offload", True), ({"kind": "recompute", "tiles": 8}, True)):
+        start = found.plan.model_copy(update={"choices": dict.fromkeys(found.plan.choices, parse_choice(written))})
+        asked = ask(Path(), card, start=start, space=SearchSpace().restricted(("recompute",)))
+        plan = run_search(asked.model_copy(update={"out": None})).plan
+        assert plan is not None and {*plan.choices.values()} <= {SAVE, parse_choice("recompute")}
+        assert any("left out" in note for note in plan.notes) is left_out
 
 
 def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from autockpt.cost import CostModel, local_memory, simulated_memory
-from autockpt.schema import SAVE, Choice, Environment, Graph, Plan, PlanStatus, SearchRequest, Trial
+from autockpt.schema import SAVE, Choice, Environment, Graph, PlanStatus, SearchRequest, SearchSpace, Trial
+from autockpt.schema.names import fold
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.tuning.traced_model import TracedModel, less_than_asked
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
@@ -66,7 +67,7 @@ class Prepared:
 
         Raises PlanError where the plan to start from is another model's.
         """
-        seeds, doubts = _seeds(request.start, traced)
+        seeds, doubts = _seeds(request, traced)
         own = traced.tracer.settings
         if request.step is not None:  # its own settings, with the units that the ghost run found
             own = {**request.step.settings, **{k: v for k, v in own.items() if k in ("units", NEVER_CALLED)}}
@@ -130,14 +131,17 @@ class Target:
         return named
 
 
-def _seeds(plan: Plan | None, traced: TracedModel) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
+def _seeds(request: SearchRequest, traced: TracedModel) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
     """The plan to start from, with choices for units that are planned for, and a note on what was left out."""
-    tracer, heads = traced.tracer, traced.heads
+    plan, tracer, heads = request.start, traced.tracer, traced.heads
     if plan is None:
         return {}, ()
     blocks = [u.name for u in tracer.units if u.role == "block"]
     chosen = {n: c for n, c in plan.choices_for(tracer.units, tracer.head).items() if c != SAVE}
-    kept = {n: c for n, c in chosen.items() if n in blocks or (heads and n == heads.unit.name and c in heads.graphs)}
-    left_out = sorted(set(chosen) - set(kept))
-    notes = (f"Of the plan to start from, {', '.join(left_out)} was left out.",) if left_out else ()
+    forbidden = {*SearchSpace().choices} - {*request.space.choices}  # choices that a search tries unless it may not
+    inexact = request.allow_inexact or request.compile is not None
+    kept = {n: c for n, c in chosen.items() if n in blocks and c.kind not in forbidden and (c.exact or inexact)}
+    kept |= {n: c for n, c in chosen.items() if heads and n == heads.unit.name and c in heads.graphs}
+    left_out = ", ".join(fold({n: c for n, c in chosen.items() if n not in kept}))
+    notes = (f"Of the plan to start from, {left_out} was left out: this search does not try it.",) if left_out else ()
     return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes
