@@ -21,6 +21,12 @@ def table() -> Table:
     return made
 
 
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_an_unknown_width_is_not_taken_for_one(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert style.console(stderr=False).width == style.console(stderr=True).width == 120
+
+
 def test_nothing_is_lost_at_any_width() -> None:
     letters = sorted("".join(cell for row in ROWS for cell in row).replace(" ", "").replace("\n", ""))
     for width in range(40, 140):
