@@ -45,7 +45,12 @@ def write_page(run: RunDirectory) -> Path:
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    return write_file(run.path / PAGE, run_page(run), RunDirectoryError, "Move away what is in its place.")
+    return write_file(
+        run.path / PAGE,
+        run_page(run),
+        RunDirectoryError,
+        "Check permissions and free space there, or move away what is in its place.",
+    )
 
 
 def write_index(folder: Path, runs: Sequence[Any]) -> Path:
@@ -55,7 +60,12 @@ def write_index(folder: Path, runs: Sequence[Any]) -> Path:
     """
     rows = [(run, str((run.path / PAGE).relative_to(folder)) if (run.path / PAGE).exists() else "") for run in runs]
     page = templates().get_template("folder.html.j2").render(folder=folder.resolve().name, rows=rows)
-    return write_file(folder / "index.html", page, RunDirectoryError, "Move away what is in its place.")
+    return write_file(
+        folder / "index.html",
+        page,
+        RunDirectoryError,
+        "Check permissions and free space there, or move away what is in its place.",
+    )
 
 
 def page_of(run: Path) -> str:
