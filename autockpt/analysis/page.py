@@ -31,6 +31,7 @@ from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.words import step_note
 
 PAGE = "report.html"
+_NOT_WRITTEN = "Check permissions and free space there, or move away what is in its place."
 # an absolute path, also behind a quote, an equals sign or a URL's scheme
 _PATH = re.compile(r"(?<![\w.…/])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s'\"/\\:,;()]+[/\\]+)+([^\s'\"/\\,;()]*)")
 _STATES = {
@@ -45,12 +46,7 @@ def write_page(run: RunDirectory) -> Path:
 
     Raises RunDirectoryError where the run is damaged or the file cannot be written.
     """
-    return write_file(
-        run.path / PAGE,
-        run_page(run),
-        RunDirectoryError,
-        "Check permissions and free space there, or move away what is in its place.",
-    )
+    return write_file(run.path / PAGE, run_page(run), RunDirectoryError, _NOT_WRITTEN)
 
 
 def write_index(folder: Path, runs: Sequence[Any]) -> Path:
@@ -60,12 +56,7 @@ def write_index(folder: Path, runs: Sequence[Any]) -> Path:
     """
     rows = [(run, str((run.path / PAGE).relative_to(folder)) if (run.path / PAGE).exists() else "") for run in runs]
     page = templates().get_template("folder.html.j2").render(folder=folder.resolve().name, rows=rows)
-    return write_file(
-        folder / "index.html",
-        page,
-        RunDirectoryError,
-        "Check permissions and free space there, or move away what is in its place.",
-    )
+    return write_file(folder / "index.html", page, RunDirectoryError, _NOT_WRITTEN)
 
 
 def page_of(run: Path) -> str:
