@@ -11,8 +11,7 @@ from autockpt.measuring import StepRunner
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, WorkloadSpec, parse_choice
 from autockpt.schema.choices import Offload
 from autockpt.tracing import Tracer
-from autockpt.verification import deterministic_algorithms
-from autockpt.verification.observation import digest
+from autockpt.verification import deterministic_algorithms, digest
 from autockpt.workload import build, discover_units
 
 

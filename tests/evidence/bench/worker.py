@@ -13,8 +13,7 @@ from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
 from autockpt.runtime import without_kv_cache
 from autockpt.schema import Unit
-from autockpt.verification.gradients import Reference, judge, observe_reference
-from autockpt.verification.observation import Observation, deterministically, digest
+from autockpt.verification import Observation, Reference, deterministically, digest, judge, observe_reference
 from autockpt.workload import discover_units, nested_tensors
 from autockpt.workload.failures import summary
 from tests.evidence.bench.peers import PEERS, Context, Detach
