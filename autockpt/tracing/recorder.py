@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from autockpt.devices.base import OffloadHandle
 from autockpt.interpreter import patched
 from autockpt.policies.compiling import uncompiled
 from autockpt.schema.graph import Copy, TensorMeta, Tier, Work
@@ -320,3 +321,48 @@ def _sole_counts() -> Counts:
         (node.sin() + node.cos()).sum().backward()
     assert adds.sole is not None
     return adds.sole
+
+
+class RecordingTransport:
+    """A Transport that records every copy with its place in the step, and moves no bytes.
+
+    ``keep`` is called with a storage that is offloaded, and returns what makes a new device buffer with the same bytes.
+    ``copy_queues`` are those of the real or simulated device.
+    """
+
+    def __init__(
+        self, keep: Callable[[Tensor], Callable[[], Tensor]], copy_queues: bool, recorder: Recorder, tier: Tier = "cpu"
+    ) -> None:
+        self.keep, self.copy_queues, self.recorder = keep, copy_queues, recorder
+        self.tier: Tier = tier
+
+    def send(self, source: Tensor) -> RecordingHandle:
+        return RecordingHandle(self, source)
+
+
+class RecordingHandle(OffloadHandle):
+    """A storage that counts as offloaded. The op that runs next waits for a copy; each copy back is recorded."""
+
+    _in: Copy
+
+    def __init__(self, transport: RecordingTransport, source: Tensor) -> None:
+        super().__init__(source)
+        self._recorder = transport.recorder
+        self._module = self._recorder.location.module  # what comes back belongs where it was
+        self._out = self._recorder.copy_issued("out", self.nbytes, self._module, transport.tier)
+        self._made_again = transport.keep(source)
+
+    def _wait_until_left(self) -> None:
+        self._out.awaited = self._recorder.log.clock
+
+    def _bring_back(self) -> Tensor:
+        self._in = self._recorder.copy_issued("in", self.nbytes, self._module, self._out.tier)
+        return self._made_again()
+
+    def _wait_until_back(self, back: Tensor) -> None:
+        if self._in.awaited is None:
+            self._in.awaited = self._recorder.log.clock
+        self._recorder.place(back)
+
+    def __del__(self) -> None:
+        self._out.released = self._recorder.log.clock

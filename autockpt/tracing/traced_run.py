@@ -37,8 +37,7 @@ from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability
 from autockpt.tracing.kernels.flash_package import FLASH, NOTE, flash_on_ghosts
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
-from autockpt.tracing.recorder import RealRecorder, Recorder
-from autockpt.tracing.transport import RecordingTransport
+from autockpt.tracing.recorder import RealRecorder, Recorder, RecordingTransport
 from autockpt.workload import Step, build, discover_head, discover_units, step_failed
 from autockpt.workload.build import refuse_liger_on
 from autockpt.workload.factory import is_factory
