@@ -306,7 +306,7 @@ def _chosen(
         return dict(best.choices), f"the plan of a simulated search for {budget.words}", ()
     smallest = format_bytes(known.lean.peak_bytes)
     note = f"Nothing fits {format_bytes(budget.bytes)}: the smallest reachable peak is {smallest}"
-    return known.lean.choices, "the leanest plan", (f"{note}. {cost_model.needs(known.lean.peak_bytes)}",)
+    return known.lean.choices, "the leanest plan", (f"{note}. {cost_model.describe_bytes(known.lean.peak_bytes)}",)
 
 
 def fronts(menus: Sequence[Menu], blocks: Sequence[Unit], choices: Mapping[str, Choice]) -> tuple[Front, ...]:

@@ -34,15 +34,19 @@ class AnyTracer(Protocol):
 class Predictor:
     """Ghost-runs plans and remembers their predictions. ``host_budget`` in bytes bounds what offloading may claim.
 
-    ``needs`` gives the device memory of a ghost run (default: its tensors and the device's overhead). Without a
+    ``memory`` gives the device memory of a ghost run (default: its tensors and the device's overhead). Without a
     ``tracer`` it knows only the ghost runs that it is given.
     """
 
     def __init__(
-        self, tracer: AnyTracer | None, times: OpTimes, host_budget: int | None = None, needs: MemoryModel | None = None
+        self,
+        tracer: AnyTracer | None,
+        times: OpTimes,
+        host_budget: int | None = None,
+        memory: MemoryModel | None = None,
     ) -> None:
         self._tracer, self.op_times = tracer, times
-        self.needs = needs or MemoryModel(self.device.capacity_bytes, self.device.overhead_bytes, caches=False)
+        self.memory = memory or MemoryModel(self.device.capacity_bytes, self.device.overhead_bytes, caches=False)
         self.host_budget = host_budget
         self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
         self._graphs: dict[str, Graph] = {}  # of the last ghost runs
@@ -86,8 +90,8 @@ class Predictor:
 
     def keep_within(self, budget_bytes: int) -> None:
         """From now on predict with an allocator limited to ``budget_bytes``; predictions that fit it stay valid."""
-        if self.needs.caches:
-            self.needs = self.needs.within(budget_bytes)
+        if self.memory.caches:
+            self.memory = self.memory.within(budget_bytes)
             self._known = {key: run for key, run in self._known.items() if run[1].peak_bytes <= budget_bytes}
 
     def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
@@ -106,15 +110,15 @@ class Predictor:
 
     def learn(self, choices: Mapping[str, Choice], graph: Graph) -> Prediction:
         """Predict a plan from its ghost run, and remember both."""
-        prediction = self._prediction(choices, graph, self.needs)
+        prediction = self._prediction(choices, graph, self.memory)
         self._known[plan_hash(choices)] = (dict(choices), prediction)
         self._graphs[plan_hash(choices)] = graph
         return prediction
 
     def within_least_budget(self, choices: Mapping[str, Choice]) -> Prediction:
         """Predict the plan under the least budget that it fits, whatever this predictor is limited to."""
-        needs = self.needs.within(None)
-        return self._prediction(choices, self.graph(choices), lambda graph: needs.least(graph, needs(graph)))
+        memory = self.memory.within(None)
+        return self._prediction(choices, self.graph(choices), lambda graph: memory.least(graph, memory(graph)))
 
     def _prediction(self, choices: Mapping[str, Choice], graph: Graph, needs: Callable[[Graph], int]) -> Prediction:
         host_seconds = sum(map(self.op_times.host_seconds_of, choices.values()))

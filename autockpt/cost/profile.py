@@ -121,7 +121,7 @@ class CostModel:
         if key not in self._checks:
             graph = self.predictor.graph(choices)
             prediction = self.predictor.known(choices) or self.predictor.learn(choices, graph)
-            peak = self.predictor.needs.least(graph, prediction.peak_bytes) - self.predictor.device.overhead_bytes
+            peak = self.predictor.memory.least(graph, prediction.peak_bytes) - self.predictor.device.overhead_bytes
             self._checks[key] = Checked(peak, point_bytes(self.base, graph, self.head), prediction.host_bytes)
         return self._checks[key]
 
@@ -173,7 +173,7 @@ class CostModel:
         known = [plan for plan in ranked if self.predictor.known(plan) is not None]
         yield from map(self.plan, [*known, *[plan for plan in ranked if plan not in known][:UNIFORM_CALLS]])
 
-    def needs(self, smallest_peak: int) -> str:
+    def describe_bytes(self, smallest_peak: int) -> str:
         """A sentence on what the bytes of the leanest plan are."""
         gradients = sum(s.bytes for s in self.base.held_gradients())
         own = self.predictor.device.overhead_bytes
@@ -335,7 +335,7 @@ def build_profile(
     used_by_others: int = 0,
     host_budget: int | None = None,
     extra: Iterable[Choice] = (),
-    needs: MemoryModel | None = None,
+    memory: MemoryModel | None = None,
     head: Heads | None = None,
     gathered: bool = True,
     listener: Listener = Silence(),
@@ -343,13 +343,13 @@ def build_profile(
 ) -> CostModel:
     """Ghost-run each choice on one unit of each kind, and derive its costs.
 
-    ``uniform`` are the ghost runs of ``uniform_graphs``, ``head`` those of ``head_graphs``, ``needs`` is as for
+    ``uniform`` are the ghost runs of ``uniform_graphs``, ``head`` those of ``head_graphs``, ``memory`` is as for
     ``Predictor``. Menus also get the ``extra`` choices, choices with the disk tier where the host budget (bytes) binds
     and the disk was timed, and under FSDP2 with ``gathered`` every choice with its weights kept gathered. ``listener``
     is notified of the ghost runs. Once it is ``late`` no choices but recomputing are ghost-run.
     """
     base = uniform["save"][1]
-    predictor = Predictor(tracer, times, host_budget, needs)
+    predictor = Predictor(tracer, times, host_budget, memory)
     for choices, graph in uniform.values():
         predictor.learn(choices, graph)
     units = representatives(base.blocks()).values()

@@ -68,7 +68,7 @@ def nothing_fits(
     but = f", which fits with --headroom of at most {format_bytes(left)}" if headroom and left >= 0 else ""
     return InfeasibleError(
         f"nothing fits {size}{less}{within}: the leanest plan needs {format_bytes(needed)}{predicted}{but}\n"
-        f"{cost_model.needs(needed)}",
+        f"{cost_model.describe_bytes(needed)}",
         remedy=f"Raise the budget{wider}, or {SMALLER}.",
         smallest_peak=needed,
     )
@@ -109,7 +109,7 @@ def explain_refusal(
             tried = "Smaller batches, the head in chunks, leaner optimizers and shorter sequences"
             error.remedy += f"\n{tried} were ghost-run: none fits."
     elif request.budget.kind == "share" and error.smallest_peak:  # of which a smaller job needs more
-        least = min(100, math.ceil(100 * error.smallest_peak / prepared.needs(traced.plain)))
+        least = min(100, math.ceil(100 * error.smallest_peak / prepared.bytes_needed(traced.plain)))
         error.remedy = (
             f"{error.remedy.replace(f', or {SMALLER}', '')} A share is of the peak of saving everything, weights and "
             f"optimizer included: the leanest plan needs {least} % of it. A share of what plans can change is written "

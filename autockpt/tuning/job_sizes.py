@@ -93,7 +93,7 @@ def _with_rows(step: Step, rows: int, accumulate: int) -> Step:
 class WhatIf:
     """How variants of a job are judged: by a budget in bytes, and by op times of the device that they would run on.
 
-    ``kinds`` are the allowed choices, ``needs`` gives the memory of a ghost run where that is more than its tensors.
+    ``kinds`` are the allowed choices, ``memory`` gives the memory of a ghost run where that is more than its tensors.
     ``late`` tells when to stop. ``head`` is the choice of the output head unless it runs in chunks with the loss.
     ``listener`` is notified of each kind of change.
     """
@@ -101,7 +101,7 @@ class WhatIf:
     budget_bytes: int
     times: Callable[[Sequence[Graph]], OpTimes]
     kinds: tuple[str, ...]
-    needs: MemoryModel | None
+    memory: MemoryModel | None
     late: Callable[[], bool] = lambda: False
     head: Choice = SAVE
     listener: Listener = field(default_factory=Silence)
@@ -119,9 +119,9 @@ def what_if_of(
     """
     if (hardware := request.hardware) is not None:
         budget_bytes = min(request.budget.resolve(0, 0, hardware.memory_bytes), hardware.memory_bytes)
-        needs, times = simulated_memory(hardware, budget_bytes), partial(roofline_times, hardware)
+        memory, times = simulated_memory(hardware, budget_bytes), partial(roofline_times, hardware)
         allowed = tuple(kind for kind in kinds if not (hardware.unified_memory and kind in MOVING))  # frees nothing
-        return WhatIf(budget_bytes, times, allowed, needs)
+        return WhatIf(budget_bytes, times, allowed, memory)
     if environment is None:
         environment, used_by_others = local_device(request)
     room = environment.device.capacity_bytes - used_by_others
@@ -137,7 +137,7 @@ def leanest_head(heads: Heads | None) -> Choice:
 
 def predictions(what_if: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:
     """The predictions of uniform plans, by kind."""
-    judge = Predictor(None, what_if.times([graph for _, graph in uniform.values()]), needs=what_if.needs)
+    judge = Predictor(None, what_if.times([graph for _, graph in uniform.values()]), memory=what_if.memory)
     return {kind: judge.learn(choices, graph) for kind, (choices, graph) in uniform.items()}
 
 

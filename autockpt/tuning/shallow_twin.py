@@ -45,15 +45,15 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
 
 
 def transplanted(
-    small: CostModel, base: Graph, tracer: AnyTracer, needs: MemoryModel | None = None, listener: Listener = Silence()
+    small: CostModel, base: Graph, tracer: AnyTracer, memory: MemoryModel | None = None, listener: Listener = Silence()
 ) -> CostModel:
     """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin.
 
-    ``needs`` says what a ghost run of the whole model takes of the device.
+    ``memory`` says what a ghost run of the whole model takes of the device.
     """
     listener.stage("ghost-run the whole model, recomputed")
     times = small.profile.op_times
-    predictor = Predictor(tracer, times, small.host_budget, needs)
+    predictor = Predictor(tracer, times, small.host_budget, memory)
     predictor.learn({}, base)
     by_kind = {menu.kind: menu for menu in small.profile.menus}
     twins = _matching(small.base, base) or {}

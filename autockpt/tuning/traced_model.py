@@ -114,13 +114,13 @@ class TracedModel:
         times = roofline_times(hardware, [graph for graph in self.graphs if all(graph is not part for part in parts)])
         return times.completed(roofline_times(hardware, [*parts, *self.of_heads]).seconds)
 
-    def cost_model(self, times: OpTimes, *, needs: MemoryModel | None = None, **more: Any) -> CostModel:
-        """The cost model by these op times; ``needs`` and ``more`` as for ``build_profile``."""
+    def cost_model(self, times: OpTimes, *, memory: MemoryModel | None = None, **more: Any) -> CostModel:
+        """The cost model by these op times; ``memory`` and ``more`` as for ``build_profile``."""
         more |= {"head": self.heads, "gathered": self.space.gathered}
         if self.base is None:
-            return build_profile(self.tracer, times, self.uniform, needs=needs, **more)
+            return build_profile(self.tracer, times, self.uniform, memory=memory, **more)
         small = build_profile(self.twin or self.tracer, times, self.uniform, **more)
-        return transplanted(small, self.base, self.tracer, needs, more.get("listener", Silence()))
+        return transplanted(small, self.base, self.tracer, memory, more.get("listener", Silence()))
 
 
 def trace_model(

@@ -40,7 +40,7 @@ def test_a_budget(tmp_path: Path) -> None:
 def test_the_peak_is_that_which_the_search_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     def keeps_more(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[PredictedPlans, Trials]:
         found, predictor = searched(request, cost_model, target), cost_model.predictor
-        predictor.needs = replace(predictor.needs, context_bytes=predictor.needs.context_bytes + 10**6)
+        predictor.memory = replace(predictor.memory, context_bytes=predictor.memory.context_bytes + 10**6)
         return found
 
     monkeypatch.setattr("autockpt.analysis.explain.searched", keeps_more)

@@ -70,7 +70,7 @@ def naming(
     clock.began -= 2.0
     bench: Any = job_sizes.WhatIf(5, cast("Any", None), ("recompute",), None)
     facts = {"request": request_of(budget), "environment": None, "used_by_others": 0}
-    prepared: Any = SimpleNamespace(**facts, traced=found, needs=lambda graph: 1000)
+    prepared: Any = SimpleNamespace(**facts, traced=found, bytes_needed=lambda graph: 1000)
     try:
         yield
     except InfeasibleError as error:

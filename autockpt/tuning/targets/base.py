@@ -85,7 +85,7 @@ class Prepared:
         described = spec.model_dump(mode="json") if spec is not None else dict(self.settings)
         return json.dumps([described, self.request.name], default=str)
 
-    def needs(self, graph: Graph) -> int:
+    def bytes_needed(self, graph: Graph) -> int:
         """Bytes of the device that a ghost run needs, the device's own overhead included."""
         hardware = self.request.hardware
         return (local_memory(self.environment) if hardware is None else simulated_memory(hardware))(graph)

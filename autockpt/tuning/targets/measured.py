@@ -99,7 +99,7 @@ class Measured(Target):
         """Op times of the workload on the measurer's device; None if there is no time to measure them."""
         request, traced, clock = prepared.request, prepared.traced, self.clock
         device, budget_bytes = prepared.environment.device, request.budget.budget_bytes
-        least = min(prepared.needs(graph) for _, graph in traced.uniform.values())
+        least = min(prepared.bytes_needed(graph) for _, graph in traced.uniform.values())
         if budget_bytes is not None and budget_bytes < least:
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
             SolverProposer(request, untimed, self, Trials(None), clock).begin()
@@ -116,7 +116,7 @@ class Measured(Target):
                     left=partial(clock.seconds_within, TIMING),
                 )
         except DeviceOutOfMemory as error:
-            smallest = prepared.needs(leanest_uniform(traced.uniform)[1])
+            smallest = prepared.bytes_needed(leanest_uniform(traced.uniform)[1])
             raise out_of_memory("the leanest plan does not run", error.message, smallest) from None
         self.measured_before = {plan_hash(traced.uniform[kind][0]): plan for kind, plan in measured.items()}
         return times
@@ -264,5 +264,5 @@ def _cost_model(prepared: Prepared, clock: Clock, times: OpTimes | None = None) 
     request, environment, traced = prepared.request, prepared.environment, prepared.traced
     times = times or traced.nominal(environment)
     more = {"host_budget": request.host_budget, "listener": clock.listener, "late": partial(clock.passed, PROFILING)}
-    needs = local_memory(times.environment, times=times)
-    return traced.cost_model(times, used_by_others=prepared.used_by_others, needs=needs, **more)
+    memory = local_memory(times.environment, times=times)
+    return traced.cost_model(times, used_by_others=prepared.used_by_others, memory=memory, **more)

@@ -62,14 +62,14 @@ class Simulated(Target):
         request, traced, budget_bytes = prepared.request, prepared.traced, prepared.request.budget.budget_bytes
         self.clock.listener.stage("profile")
         if request.hardware is not None:
-            times, needs = traced.roofline(request.hardware), simulated_memory(request.hardware, budget_bytes)
+            times, memory = traced.roofline(request.hardware), simulated_memory(request.hardware, budget_bytes)
         else:
             times = self._local_times(prepared)
-            needs = local_memory(times.environment, budget_bytes, times)
+            memory = local_memory(times.environment, budget_bytes, times)
         more = {"host_budget": request.host_budget, "listener": self.clock.listener}
         menus = traced.space.choices
         own = [c for c in self.choices.values() if isinstance(c, Selective | Remake) or c.kind in {*MOVING} - {*menus}]
-        more |= {"needs": needs, "extra": dict.fromkeys(own), "used_by_others": prepared.used_by_others}
+        more |= {"memory": memory, "extra": dict.fromkeys(own), "used_by_others": prepared.used_by_others}
         return traced.cost_model(times, **more)
 
     def _local_times(self, prepared: Prepared) -> OpTimes:
