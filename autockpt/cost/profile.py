@@ -203,7 +203,7 @@ def measure_op_times(
     Raises DeviceOutOfMemory where even the leanest plan does not run.
     """
     device = runs.environment.device
-    allowed = within_host(uniform, device, host_budget)
+    allowed = {kind: pair for kind, pair in uniform.items() if not _over_host(pair[1], device, host_budget)}
     lean, graph = leanest_uniform(allowed)
     disk = wants_disk(uniform, device, host_budget)
     heads = [] if head is None else [{head.unit.name: choice} for choice in head.graphs]
@@ -259,11 +259,6 @@ def wants_disk(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None
     return device.kind not in WITHOUT_STREAMS and any(
         _over_host(graph, device, host_budget) for _, graph in uniform.values()
     )
-
-
-def within_host(uniform: UniformRuns, device: DeviceInfo, host_budget: int | None) -> UniformRuns:
-    """The uniform plans that may run under a host budget."""
-    return {kind: pair for kind, pair in uniform.items() if not _over_host(pair[1], device, host_budget)}
 
 
 def _over_host(graph: Graph, device: DeviceInfo, host_budget: int | None) -> bool:
