@@ -67,10 +67,6 @@ class Study:
             for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # of a killed search
                 self._study.tell(trial.number, state=TrialState.FAIL)
 
-    def leave_out(self, knob: str) -> None:
-        """Stop sampling this knob, if it was sampled."""
-        self.knobs = [known for known in self.knobs if known != knob]
-
     def enqueue(self, points: Iterable[Mapping[str, Any]]) -> None:
         """Try these points before the sampler's own, even if tried before: their plans may have changed since."""
         self._queue.extend(points)

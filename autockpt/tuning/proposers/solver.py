@@ -225,7 +225,7 @@ class SolverProposer(Proposer):
             yield from self._simple_candidates()
         points = self._first_points()
         if not any(point.get(HIDDEN_COPIES) for point in points):  # then the sampler need not try it either
-            self.study.leave_out(HIDDEN_COPIES)
+            self.study.knobs = [knob for knob in self.study.knobs if knob != HIDDEN_COPIES]
         self.study.enqueue(points)
 
     def _simple_candidates(self) -> list[Candidate]:
