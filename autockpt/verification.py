@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from autockpt.checkpointing.arguments import tensors_of
-from autockpt.checkpointing.fingerprint import TOLERANCE, sums
+from autockpt.checkpointing.fingerprint import TOLERANCE, sketch_of
 from autockpt.devices.accelerator import kinds_in_use
 from autockpt.devices.cuda import DETERMINISTIC, WORKSPACE
 from autockpt.devices.random_states import RandomStates, TorchStates
@@ -98,7 +98,7 @@ def observe(
     def note(name: str, tensor: Tensor) -> None:
         digests[name] = digest(tensor)
         if sketched:
-            sketches[name] = tuple(sums(_local(tensor)).tolist())
+            sketches[name] = tuple(sketch_of(_local(tensor)).tolist())
 
     with kept_state(model), coarsest_type(model) if sketched and typed else nullcontext([]) as types:
         for i in range(1, steps + 1):

@@ -33,8 +33,8 @@ from autockpt.checkpointing.fingerprint import (
     quietly,
     read_verdicts,
     repeats,
+    sketch_of,
     stream_of,
-    sums,
     tolerance_of,
     why_not,
 )
@@ -327,7 +327,7 @@ class CheckedTensor:
     def _take_print(self, tensor: torch.Tensor) -> None:
         self._print = fingerprint(tensor)
         if tensor.is_floating_point() and not repeats(tensor.device):
-            self._sketch = sums(tensor)
+            self._sketch = sketch_of(tensor)
 
     def look_again(self) -> None:
         """The original is about to be recomputed or fetched: note what it holds now, if it is alive. Backward would
@@ -362,7 +362,7 @@ class CheckedTensor:
             raise self._call.mismatch(what)
         distance = tolerance = None
         if self._sketch is not None:
-            distance, tolerance = distance_of(self._sketch, sums(value)), tolerance_of(value.dtype)
+            distance, tolerance = distance_of(self._sketch, sketch_of(value)), tolerance_of(value.dtype)
         compared = Compared(what, self._print, fingerprint(value), self._stream, distance, tolerance)
         self._call.compared.append(compared)
         self._call.sentinels.judge_at_end(self._call)

@@ -89,8 +89,8 @@ def _sum_of_piece(piece: torch.Tensor) -> torch.Tensor:
     size, dtype = next((size, dtype) for size, dtype in _WORDS if nbytes % size == 0)
     if width < size and (int(flat.storage_offset()) * width) % size:
         flat = flat.clone()  # the memory begins within a word
-    sums = [sums for words in flat.view(dtype).split(_words_at_a_time(flat.device)) for sums in _sums_of(words)]
-    return sums[0].view(()) if len(sums) == 1 and sums[0].numel() == 1 else _sum_of(torch.cat(sums))
+    found = [part for words in flat.view(dtype).split(_words_at_a_time(flat.device)) for part in _sums_of(words)]
+    return found[0].view(()) if len(found) == 1 and found[0].numel() == 1 else _sum_of(torch.cat(found))
 
 
 def _sums_of(words: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -168,7 +168,7 @@ def read_verdicts(compared: list[Compared]) -> list[tuple[bool, float]]:
     return [(a == b, far) for a, b, far in zip(prints[::2], prints[1::2], away, strict=True)]
 
 
-def sums(tensor: torch.Tensor) -> torch.Tensor:
+def sketch_of(tensor: torch.Tensor) -> torch.Tensor:
     """The count sketch of a tensor, on its device. No mode sees it made: ``remake`` would hold the tensor's elements
     for ops of the unit's own."""
     with quietly():
