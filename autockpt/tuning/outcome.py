@@ -40,7 +40,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             f"Steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
             "these were measured. The search went by its own steps; the next one measures op times again."
         )
-    counted = [t for t in trials if t.score is not None or not target.scoring.measures]
+    scored = [t for t in trials if t.score is not None or not target.scoring.measures]
     tried = [(name, trial) for name, plan in baselines.items() if (trial := loop.trials.find(plan)) is not None]
     tried += [(OURS, best)] if best is not None else []
     rows = tuple(_row(name, trial, asked.host_budget, target.scoring.knows_seconds) for name, trial in tried)
@@ -69,8 +69,8 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
         settings=plain(prepared.settings),
         binding=loop.binding,
         interrupted=loop.interrupted,
-        resumed=sum(t.number < loop.trials.resumed for t in counted),
-        measured_trials=len(counted),
+        resumed=sum(t.number < loop.trials.resumed for t in scored),
+        measured_trials=len(scored),
         stopped=loop.stopped,
         run_directory=run.path if run else None,
         plan_path=run.plan_path if run and plan else None,

@@ -150,8 +150,8 @@ class SolverProposer(Proposer):
         running = {name: c for name, c in self.baselines.items() if not self.cost_model.predictor.over_host(c)}
         peaks = {name: peak_of_trial(t) for name, c in running.items() if (t := self.trials.find(c)) is not None}
         # The leanest plan is perhaps known from its ghost run alone, which may miss what the measured ones showed.
-        leanest = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
-        budget = self.request.budget.resolved(peaks[NONE], leanest, self.available_bytes, self.device.kind)
+        least = min(self._plain_smallest + unseen_bytes(self.trials.scored), *peaks.values())
+        budget = self.request.budget.resolved(peaks[NONE], least, self.available_bytes, self.device.kind)
         none, notes = self.trials.find(self.baselines[NONE]), self.target.notes
         if self.request.budget.kind in ("share", "activation_share") and none is not None and none.score is None:
             notes.append("Saving everything does not fit the device: the percentage is of its simulated peak.")
