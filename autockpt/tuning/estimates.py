@@ -51,6 +51,8 @@ def estimate(
         raise UsageError(f"--dtype {dtype} is not known", remedy=f"Write one of {', '.join(get_args(Dtype))}.")
     named = [models] if isinstance(models, str) else list(models)
     known = {card: load_hardware(card) for card in ([cards] if isinstance(cards, str) else cards)}
+    if not known:
+        raise UsageError("--cards names no device", remedy="Write --cards rtx4090,h100.")
     methods: list[tuple[int | None, bool]] = [(None, False)] * full
     methods += [(lora, False), *[(lora, True)] * qlora] if lora > 0 else []
     if not methods:

@@ -91,6 +91,8 @@ def test_wrong_questions_are_refused_at_once():
     with raises(WorkloadError, "lama-8b"):
         next(autockpt.estimate(["llama-tiny", "./lama-8b"]))
     with raises(UsageError):
+        autockpt.estimate("llama-tiny", cards=())
+    with raises(UsageError):
         next(autockpt.estimate("llama-tiny", full=False, lora=0))
 
 
