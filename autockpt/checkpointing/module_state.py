@@ -111,7 +111,7 @@ class Entry(NamedTuple):
         if self.value is _ABSENT:
             self.home.pop(self.name, None)
             return
-        value = self.value
+        value: Any = self.value
         if value is _IN_PLACE:
             value = self.home.get(self.name)
             value = value if type(value) is type(self.content) else copy.copy(self.content)
