@@ -58,9 +58,9 @@ def test_copies_of_the_ways_have_a_budget_of_their_own():
     import copy
     import pickle
 
-    ways = OffloadTransports(5 * MIB)
-    ways.use.claim(MIB)
-    for twin in (copy.deepcopy(ways), pickle.loads(pickle.dumps(ways))):
+    transports = OffloadTransports(5 * MIB)
+    transports.use.claim(MIB)
+    for twin in (copy.deepcopy(transports), pickle.loads(pickle.dumps(transports))):
         assert twin.use.limit == 5 * MIB and twin.use.bytes == 0
 
 

@@ -145,9 +145,9 @@ def _claims(runner: StepRunner, choices: Mapping[str, Choice], budget: int | Non
     many of shorter batches."""
     workload = runner.workload
     batch: Any = workload.batch
-    ways = OffloadTransports(budget)
-    ways.use = use = CountingUse(budget)
-    with runner.attached({}), attach(runner.workload.model, choices, transport=ways):
+    transports = OffloadTransports(budget)
+    transports.use = use = CountingUse(budget)
+    with runner.attached({}), attach(runner.workload.model, choices, transport=transports):
         try:
             runner.run_cycle()
             first = use.growths

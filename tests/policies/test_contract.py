@@ -80,7 +80,7 @@ def test_table_and_union_agree():
     ids=str,
 )
 def test_two_steps_are_bit_equal_and_copies_are_waited_for(case, kind, dtype):
-    """With copies that arrive as late as they may; with a device's own ways, see ``test_architectures``."""
+    """With copies that arrive as late as they may; with a device's own transports, see ``test_architectures``."""
     model, choices = planned(case, kind)
     transport = DeferredTransport()
     with attach(model, choices, transport=always(transport)) as session:

@@ -278,8 +278,8 @@ DISK = Offload(tier="disk")
 BOTH_TIERS = (DISK, RecomputeOffload(tier="disk"), OFFLOAD, RecomputeOffload())
 
 
-def ways(folder: Any) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """An accelerator's ways, by tier."""
+def transports(folder: Any) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """An accelerator's transports, by tier."""
     made = {"cpu": DeferredTransport(), "disk": DeferredDisk(folder)}
     return made, lambda device, tier: made[tier]
 
@@ -291,7 +291,7 @@ def test_gradients_are_bit_equal_with_both_tiers_in_one_model(name, tmp_path, mo
     case = CASES[name]
     model = case.make()
     choices = {unit: BOTH_TIERS[i % 4] for i, unit in enumerate(case.units(model))}
-    made, give = ways(tmp_path)
+    made, give = transports(tmp_path)
     with attach(model, choices, transport=give):
         assert_equal(train(model, case), plain(case))
     assert all(transport.queues.sent == transport.queues.fetched > 0 for transport in made.values())

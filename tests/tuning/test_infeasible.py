@@ -49,8 +49,8 @@ def test_combinations_come_after_singles_and_shorter_rows_last(
     )
     bench: Any = SimpleNamespace(budget_bytes=5, late=lambda: False, listener=Silence())
     base: Any = {"recompute": ({}, SimpleNamespace(resident={}))}
-    ways = infeasible.alternatives(request_of(), SETTINGS, base, bench)
-    assert ways and all(option in ways[0].options for option in needed)
+    changes = infeasible.alternatives(request_of(), SETTINGS, base, bench)
+    assert changes and all(option in changes[0].options for option in needed)
     single = [SMALLER_BATCH, "batch size 1, accumulate 4", INEXACT, "LoRA of rank 16"]
     assert asked[:4] == single
     assert any("sequences" in options for options in asked) == ("sequences" in needed)

@@ -114,15 +114,15 @@ def test_nothing_fits_names_alternatives_that_really_fit(tmp_path: Path, monkeyp
         run_search(ask(tmp_path, small, budget="auto", workload=spec))
     assert caught.value.exit_code == 3 and caught.value.smallest_peak is not None
     assert caught.value.smallest_peak > small.memory_bytes
-    ways = caught.value.alternatives
-    assert 1 <= len(ways) <= 3 and all(way.peak_bytes <= small.memory_bytes for way in ways)
-    assert all(w.spare_bytes == small.memory_bytes - w.peak_bytes for w in ways)
-    assert all(way.options in caught.value.remedy for way in ways) and "simulated" in caught.value.remedy
+    changes = caught.value.alternatives
+    assert 1 <= len(changes) <= 3 and all(change.peak_bytes <= small.memory_bytes for change in changes)
+    assert all(change.spare_bytes == small.memory_bytes - change.peak_bytes for change in changes)
+    assert all(change.options in caught.value.remedy for change in changes) and "simulated" in caught.value.remedy
     (run,) = map(RunDirectory.open, tmp_path.iterdir())
     outlook = run.outlook()
-    assert outlook is not None and outlook.changes == ways and "nothing fits" in outlook.infeasible
+    assert outlook is not None and outlook.changes == changes and "nothing fits" in outlook.infeasible
     page = run_page(run)
-    assert "Nothing fits" in page and all(escape(way.options) in page for way in ways)
+    assert "Nothing fits" in page and all(escape(change.options) in page for change in changes)
 
 
 def test_a_share_beyond_the_device_is_searched_within_it(tmp_path: Path) -> None:
