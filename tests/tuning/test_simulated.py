@@ -98,7 +98,7 @@ def test_the_run_is_kept_like_a_measured_one(found: SearchOutcome, card: Hardwar
 def test_a_plan_to_start_from_adds_no_choice_to_those_allowed(found: SearchOutcome, card: Hardware) -> None:
     assert found.plan is not None
     for written, left_out in (("recompute", False), ("offload", True), ({"kind": "recompute", "tiles": 8}, True)):
-        start = found.plan.model_copy(update={"choices": dict.fromkeys(found.plan.choices, parse_choice(written))})
+        start = Plan(choices=dict.fromkeys(found.plan.choices, parse_choice(written)))
         asked = ask(Path(), card, start=start, space=SearchSpace().restricted(("recompute",)))
         plan = run_search(asked.model_copy(update={"out": None})).plan
         assert plan is not None and all(choice in (SAVE, parse_choice("recompute")) for choice in plan.choices.values())
