@@ -26,6 +26,7 @@ from torch.jit import is_tracing  # type: ignore[reportPrivateImportUsage]
 from autockpt.checkpointing.arguments import hooks_in_force
 from autockpt.checkpointing.divergence import DivergenceCheck, UnitCheck
 from autockpt.checkpointing.replay_context import current_transform
+from autockpt.checkpointing.unit import CheckpointedUnit
 from autockpt.devices.transport import OffloadTransports, Transports
 from autockpt.errors import ConflictError, PlanError
 from autockpt.policies.compiling import at_trace_time, skip_frames
@@ -81,9 +82,9 @@ class Attachment:
             unit = self._cache_unit = self.new_unit(module)
         return unit
 
-    def new_unit(self, module: nn.Module) -> Any:
+    def new_unit(self, module: nn.Module) -> CheckpointedUnit:
         """A unit of which nothing was learned yet."""
-        raise NotImplementedError
+        return CheckpointedUnit(self.unit, module, self.check)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: None if k.startswith("_cache") or k == "restored_set" else v for k, v in self.__dict__.items()}

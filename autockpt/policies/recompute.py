@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.checkpointing import CheckpointedUnit, CheckpointFrame
+from autockpt.checkpointing import CheckpointFrame
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled
 from autockpt.policies.compiling import claim, outside_graphs, skip_frames, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
@@ -48,10 +48,6 @@ class RecomputeState(Attachment):
         self.frame, self.context_fn = frame, context_fn
         pass_over_what_is_set_to_itself()
         keep_identity()
-
-    def new_unit(self, module: nn.Module) -> CheckpointedUnit:
-        """See ``Attachment``."""
-        return CheckpointedUnit(self.unit, module, self.check)
 
 
 def attach_recompute(unit: PlannedUnit, session: Session) -> None:

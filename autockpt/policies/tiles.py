@@ -19,6 +19,7 @@ from autockpt.checkpointing.arguments import Holder, save
 from autockpt.checkpointing.fingerprint import tolerance_of
 from autockpt.checkpointing.frame import identity
 from autockpt.checkpointing.replay_context import AutocastState, accelerators_of, running_again
+from autockpt.checkpointing.unit import holds_other_values
 from autockpt.devices.random_states import TorchStates
 from autockpt.errors import ConflictError
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, is_enabled
@@ -33,6 +34,7 @@ class TileState(Attachment):
     one another was seen, or is not looked at."""
 
     choice: ClassVar[str] = "`tiles`"
+    has_check: ClassVar[bool] = True
 
     def __init__(self, unit: str, tiles: int, proven: bool) -> None:
         super().__init__(unit)
@@ -105,7 +107,9 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, module: nn.Module, state: TileState, casts: AutocastState, held: Holder, x: Tensor, *trained: Tensor
     ) -> Tensor:
+        unit = state.current_unit(module)
         ctx.call, ctx.trained = (module, state, casts, held), trained
+        ctx.unit, ctx.weights, ctx.training = unit, unit.parameters(), unit.training()
         rows = _in_a_row(x)
         parts = rows.chunk(state.tiles, -2)
         made = _of_forward(module, state, casts, parts[0])
@@ -123,7 +127,9 @@ class _Tiles(torch.autograd.Function):
         rows, now = _in_a_row(held.unpack().detach()), AutocastState([gradient.device.type])
         of_x, sums = torch.empty_like(rows), [None] * len(ctx.trained)
         parts, of_outputs, of_parts = (t.chunk(state.tiles, -2) for t in (rows, _in_a_row(gradient), of_x))
-        with running_again(state.unit), casts.restored(remembers=True):
+        exchanged = [entry for entry in ctx.unit.exchanged(ctx.weights) if holds_other_values(entry)]  # functional_call
+        as_in_forward = ctx.unit.state.restored(exchanged, ctx.training, ctx.unit.training())
+        with running_again(state.unit), casts.restored(remembers=True), as_in_forward:
             for part, of_output, of_part in zip(parts, of_outputs, of_parts, strict=True):
                 with torch.inference_mode(False), torch.enable_grad():
                     part = part.detach().requires_grad_()

@@ -140,6 +140,21 @@ def test_dropout_runs_on_all_tokens():
     assert_close(gradients(model), gradients(plainly), ROUNDING["fp32"])  # norms run in tiles
 
 
+def test_weights_and_dropout_are_those_of_the_forward():
+    def of_weights(model: nn.Module) -> dict[str, Tensor]:
+        weights = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
+        x = torch.randn(2, 500, WIDTH, generator=torch.Generator().manual_seed(1))
+        loss = torch.func.functional_call(model.eval(), weights, (x,)).square().mean()
+        model.train()
+        loss.backward()
+        return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+
+    model = tower(nn.Dropout(0.5))
+    wanted = of_weights(model)
+    with tiled(model):
+        assert_close(of_weights(model), wanted, ROUNDING["fp32"])
+
+
 def test_a_unit_without_such_parts_and_a_second_derivative_are_refused():
     with raises(ConflictError, "0"):
         attach(nn.Sequential(nn.Linear(2, 2)), {"0": Recompute(tiles=2)})
