@@ -99,6 +99,7 @@ class HeadCall(Rows):
         return self._size
 
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _ADAPTERS = ("active_adapters", "_disable_adapters", "merged_adapters")
 
 
@@ -109,7 +110,7 @@ def _settings(module: nn.Module) -> list[object]:
 
 def drops_out(module: nn.Module) -> bool:
     """Whether it is a dropout that acts."""
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+    return isinstance(module, _DROPOUTS) and module.training and module.p > 0
 
 
 def run_chunked(module: nn.Module, state: HeadState, /, *args: Any, **kwargs: Any) -> Any:
