@@ -42,13 +42,7 @@ _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _MOST_PATTERNS = 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
 _type_of = operator.attrgetter("shape", "dtype", "requires_grad")
-
-
-class _Here(threading.local):
-    frame: KeepingFrame | None = None
-
-
-_here = _Here()
+_here = threading.local()
 
 
 class Scope:
@@ -236,7 +230,7 @@ class KeepingFrame(CheckpointFrame):
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """As ``CheckpointFrame.run``."""
-        outer, _here.frame = _here.frame, self
+        outer, _here.frame = getattr(_here, "frame", None), self
         try:
             output = super().run(args, kwargs)
         finally:
@@ -351,7 +345,7 @@ class KeepingFrame(CheckpointFrame):
             for call in calls
         ]
         self._pattern, self._caught, self._next = None, [], 0
-        outer, inside, _here.frame, self._is_inside = _here.frame, self._is_inside, self, False
+        inside, self._is_inside, outer, _here.frame = self._is_inside, False, getattr(_here, "frame", None), self
         try:
             return super()._run_again(inputs, exchanged)
         finally:
@@ -430,7 +424,7 @@ def _given(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
 def frame_of(unit: str) -> KeepingFrame | None:
     """The frame of a unit whose forward this thread runs, for the first time or again. None where scopes do nothing:
     outside of a frame, and where tensors count no versions or have no memory of their own."""
-    frame = _here.frame
+    frame: KeepingFrame | None = getattr(_here, "frame", None)
     if frame is None or frame.name != unit or torch.is_inference_mode_enabled():
         return None
     return frame if current_transform() is None and forward_ad._current_level < 0 else None
