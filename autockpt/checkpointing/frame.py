@@ -159,9 +159,7 @@ class CheckpointFrame:
             self._parameters, self._training = unit.parameters(), unit.training()
             self._versions = list(map(_version, self._present()))
         installed = state.installed(effects)
-        self._before = state.learn(everything, unchecked=self._unchecked or 0)
-        if installed:  # a recomputation must not install hooks again
-            self._before = [entry for entry in self._before if not entry.marks_done]
+        self._before = state.learn(everything, unchecked=self._unchecked or 0, installed=installed)
         unit.draws_in_python |= self._context.forget_python_unless_drawn()
 
     def _present(self) -> list[torch.Tensor]:

@@ -58,11 +58,6 @@ class Entry(NamedTuple):
         held = content if type(value) in _CONTAINERS else value  # copies of sets have another order
         return cls(home, name, value, content, [*map(_version, _members(held))])
 
-    @property
-    def marks_done(self) -> bool:
-        """Whether it holds hooks, or was made or set to True since: as a flag that something was installed."""
-        return self.name in _HOOKS or self.value is _ABSENT or self.home.get(self.name) is True
-
     def assigned(self, now: Entry) -> bool:
         """Whether another object is there now. Equal numbers are one."""
         if self.value is now.value:
@@ -193,8 +188,9 @@ class ModuleState:
         places += [(fields, name) for fields in self.fields[1:] for name in _HOOKS if fields[name]]
         return {(id(home), name): Entry.of(home, name) for home, name in places}
 
-    def learn(self, before: dict[Key, Entry], *, unchecked: int) -> list[Entry]:
-        """A forward has ended that began with ``before``. Returns what it changed, or others did, as it was then.
+    def learn(self, before: dict[Key, Entry], *, unchecked: int, installed: bool) -> list[Entry]:
+        """A forward has ended that began with ``before``. Returns what it changed, or others did, as it was then; but
+        where it ``installed`` hooks not those, nor what it made or set to True, as a flag that it has.
 
         ``unchecked``: calls since the last one in which this was looked at; 0 in the first ones. Raises ConflictError
         where the forward changed what there is no copy of, or began to count in one of these calls.
@@ -219,7 +215,9 @@ class ModuleState:
                 raise self._refusal(then, what)
             self.changing[key] = then.home
             before[key] = then
-        return [before[key] for key in self.changing if key in before]
+        found = [before[key] for key in self.changing if key in before]
+        kept = [e for e in found if not (e.name in _HOOKS or e.value is _ABSENT or e.home.get(e.name) is True)]
+        return kept if installed else found
 
     def _refusal(self, entry: Entry, what: str) -> ConflictError:
         named = self.modules[0].named_modules()
