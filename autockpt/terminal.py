@@ -27,8 +27,6 @@ VERDICTS = {
     "not_measured": ("?", ""),
 }
 
-NARROWEST = 10  # columns of a screen
-
 
 def simulated(step_note: str = "") -> Text:
     """What a ``~`` stands for, beneath a table; with what is known of its step times."""
@@ -123,7 +121,7 @@ def bar(share: float, width: int) -> str:
 
 def console(stderr: bool) -> Console:
     """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise.
-    So does what has fewer than ``NARROWEST`` columns: containers and editors write ``COLUMNS=0`` for an unknown width.
+    So does what has fewer than 10: containers and editors write ``COLUMNS=0`` for an unknown width.
 
     Results in a notebook are plain text: as HTML every line would be an output of its own.
     """
@@ -131,6 +129,6 @@ def console(stderr: bool) -> Console:
     made = plain()
     if made.is_jupyter and not stderr:
         made = plain(force_jupyter=False, force_terminal=False)
-    if made.width < NARROWEST or not (made.is_terminal or os.environ.get("COLUMNS")):
+    if made.width < 10 or not (made.is_terminal or os.environ.get("COLUMNS")):
         made.width = 120
     return made
