@@ -21,8 +21,6 @@ pytestmark = pytest.mark.slow
 WAYS = [Segment(size=2), Segment(size=99)]
 each_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
-RANDOM_STATE = torch.get_rng_state().nbytes
-
 
 def sigmoid(unit: nn.Module, x: Tensor) -> Tensor:
     return torch.dropout(unit.linear(x).sigmoid(), 0.2, True)
@@ -123,23 +121,15 @@ def test_a_pass_that_broke_off_leaves_nothing_behind():
 # --- what is kept
 
 
-def make_bytes(parent: Callable[..., Tensor], plan: dict[str, Choice]) -> int:
-    model = Stack(parent)
-    x = torch.randn(256, 64)
-    with attach(model, plan):
-        model(x)
-        model(x)
-        return bytes_alive_after(lambda: model(x))
-
-
-TENSOR = 256 * 64 * 4
-
-
 @pytest.mark.parametrize(("size", "boundaries"), [(1, 3), (2, 1), (3, 1), (4, 0)])
 def test_nothing_but_the_input_of_each_region_is_kept(size: int, boundaries: int):
     """... and the output, which is the caller's, and of four calls a random state."""
-    kept = make_bytes(in_a_row, choices(Segment(size=size)))
-    assert kept == (boundaries + 1) * TENSOR + 4 * RANDOM_STATE
+    model, x = Stack(), rows()
+    with attach(model, choices(Segment(size=size))):
+        for _ in range(2):
+            model(x)
+        kept = bytes_alive_after(lambda: model(x))
+    assert kept == (boundaries + 1) * x.nbytes + 4 * torch.get_rng_state().nbytes
 
 
 @each_way
