@@ -120,19 +120,6 @@ def test_a_forward_wrapped_afterwards_becomes_plain(choice):
         assert_equal(train(model, LLAMA), plain(LLAMA))
 
 
-@pytest.mark.slow
-def test_graphs_made_before_removal_keep_working():
-    for choice in (RECOMPUTE, OFFLOAD):
-        model = LLAMA.make()
-        wanted = plain(LLAMA, steps=1)
-        torch.manual_seed(1)
-        with attach(model, dict.fromkeys(layers(), choice)):
-            loss = LLAMA.step(model, LLAMA.batch())
-        loss.backward()
-        got = {f"0 gradient {n}": p.grad for n, p in model.named_parameters()}
-        assert_equal(got, {n: v for n, v in wanted.items() if "gradient" in n})
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_signatures_stay_readable(name):
     case = CASES[name]
