@@ -98,32 +98,24 @@ def test_resident_bytes_are_weights_batch_and_optimizer_states() -> None:
 # --- what the user gives
 
 
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-
-
-def average(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch).mean()
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"model": "net"},
+        {"model": "Net"},
         {"loss": None},
         {"accumulate": 0},
         {"autocast": torch.int8},
-        {"model": net().requires_grad_(False)},
-        {"optimizer": torch.optim.SGD(net().parameters())},
+        {"model": Net().requires_grad_(False)},
+        {"optimizer": torch.optim.SGD(Net().parameters())},
         {"optimizer": "adamw"},
         {"max_grad_norm": 0.0},
         {"units": ["0"]},
-        {"batch": torch.ones(2, 4, device="meta")},
+        {"batch": torch.ones(2, 8, device="meta")},
         {"full_step": lambda: None},
         {"full_step": lambda: None, "loss": None},
     ],
 )
 def test_mistakes(arguments: dict[str, Any]) -> None:
-    given = {"model": net(), "batch": torch.ones(2, 4), "loss": average} | arguments
+    given = {"model": Net(), "batch": torch.ones(2, 8), "loss": mean_loss} | arguments
     with pytest.raises(WorkloadError):
         Step(given.pop("model"), given.pop("batch"), **given)
