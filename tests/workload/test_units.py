@@ -151,7 +151,8 @@ def test_stages_are_descended_and_kept_apart() -> None:
     assert [u.kind for u in blocks(model)] == [0, 0, 1, 1]  # the same modules at another resolution cost otherwise
 
 
-def wrapped() -> dict[str, nn.Module]:
+@pytest.fixture(scope="module")
+def wrappers() -> dict[str, nn.Module]:
     from peft import LoraConfig, get_peft_model
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -169,11 +170,6 @@ def wrapped() -> dict[str, nn.Module]:
         "peft": peft,
         "compiled peft": torch.compile(peft),  # type: ignore[dict-item]
     }
-
-
-@pytest.fixture(scope="module")
-def wrappers() -> dict[str, nn.Module]:
-    return wrapped()
 
 
 def test_wrappers_change_neither_names_nor_fingerprint(wrappers: dict[str, nn.Module]) -> None:
