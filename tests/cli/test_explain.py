@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autockpt.analysis.explain import explain_run
-from autockpt.analysis.explanation import Curve, Explanation, Span, resampled
+from autockpt.analysis.explanation import Curve, Explanation, resampled
 from autockpt.cli.explain import print_explanation, print_ops, sparklines
 from autockpt.schema import SAVE, DeviceInfo, Environment, Graph, Plan, Prediction, ResolvedBudget, Unit, WorkloadSpec
 from autockpt.schema.run_directory import plan_at
@@ -109,29 +109,6 @@ def test_a_run_is_explained_from_its_files(autockpt, asked: Mock, tmp_path: Path
     assert asked.call_count == 2
 
 
-MIB = 2**20
-
-
-def curve() -> Curve:
-    total = tuple(MIB * t for t in (500, 600, 700, 900, 800, 700, 600, 550))
-    growing = tuple(MIB * t for t in (0, 0, 0, 0, 50, 100, 100, 50))
-    return Curve(
-        total=total,
-        growing=growing,
-        transient=tuple(t - g - 500 * MIB for t, g in zip(total, growing, strict=True)),
-        ops=800,
-        spans=(
-            Span(phase="forward", start=0, stop=350),
-            Span(phase="backward", start=350, stop=700),
-            Span(phase="optimizer", start=700, stop=800),
-        ),
-        peak_op=320,
-        peak_target="aten.mm.default",
-        peak_phase="backward",
-        peak_module="lm_head",
-    )
-
-
 @pytest.mark.parametrize("width", [80, 120])
 def test_an_explanation_on_screen(width: int, explanation: Explanation) -> None:
     names = {"op": "_log_softmax_backward_data", "units": "model.layers.0-15", "place": "self_attn.q_proj"}
@@ -150,9 +127,12 @@ def test_an_explanation_on_screen(width: int, explanation: Explanation) -> None:
 
 
 def test_the_chart() -> None:
-    lines = sparklines(curve(), 8)
+    total = (500, 600, 700, 900, 800, 700, 600, 550)
+    growing = (0, 0, 0, 0, 50, 100, 100, 50)
+    curve = Curve(total=total, growing=growing, transient=(0,) * 8, ops=800, spans=(), peak_op=320)
+    lines = sparklines(curve, 8)
     assert lines["all"] == "▄▅▆█▇▆▅▅" and lines["gradients, optimizer"] == "     ▁▁ "
-    narrow = sparklines(curve(), 3)["all"]
+    narrow = sparklines(curve, 3)["all"]
     assert len(narrow) == 3 and "█" in narrow, "no peak is lost"
     assert sparklines(Curve(total=(), growing=(), transient=(), ops=0, spans=(), peak_op=0), 4)["all"] == ""
 
