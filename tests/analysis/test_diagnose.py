@@ -18,10 +18,6 @@ MIB, GIB = 2**20, 2**30
 SPEC = WorkloadSpec(model=TWO_LAYERS, batch_size=32, seq_len=128)
 
 
-def mib(number: float) -> str:
-    return f"{number:.2f} MiB"
-
-
 @pytest.fixture(scope="module")
 def plain_peak(few_choices: None) -> int:
     """Simulated peak of the job without a plan, context included, on a card with lots of room."""
@@ -35,7 +31,7 @@ def crowded(peak: int, share: float) -> LogReading:
     """A log of a device with so much of what plain training needs beyond the context; its own context has 100 MiB."""
     total = 100 + (peak - load_hardware("rtx4090").context_bytes) * share / MIB
     figures = {"tried": 2.0, "capacity": total, "free": 1.0, "process": total - 1, "allocated": total - 101}
-    return read_text(FORWARD + message(**{name: mib(size) for name, size in figures.items()}, cached="0 bytes"))
+    return read_text(FORWARD + message(**{name: f"{size:.2f} MiB" for name, size in figures.items()}, cached="0 bytes"))
 
 
 @pytest.mark.slow

@@ -141,17 +141,14 @@ def live(**batch: Any) -> Change:
     return job(step=step)
 
 
-def ids_of() -> torch.Tensor:
-    return torch.zeros(ROWS, LENGTH, dtype=torch.long)
-
-
 def shapes(change: Change) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in change.job.step.batch.items()}
 
 
 def test_a_live_batch_is_cut_by_rows_and_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infeasible, "SHORTEST", LENGTH // 2)
-    ids, mask, scale = ids_of(), torch.zeros(ROWS, 1, LENGTH, LENGTH), torch.tensor(1.0)
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    mask, scale = torch.zeros(ROWS, 1, LENGTH, LENGTH), torch.tensor(1.0)
     long = live(input_ids=ids, mask=mask, scale=scale, pixels=torch.zeros(ROWS, 3, LENGTH))
     smaller, _ = infeasible._smaller_batches(long, ROWS)
     assert shapes(smaller) == {"input_ids": (2, 16), "mask": (2, 1, 16, 16), "scale": (), "pixels": (2, 3, 16)}
