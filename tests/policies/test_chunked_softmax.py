@@ -24,9 +24,6 @@ from tests.tracing.reference import peak_over
 CHUNK = ChunkedSoftmax(chunks=8)  # of 192 tokens: 24 each
 F = nn.functional
 both = functools.partial(heads.both, choice=CHUNK)
-each_case = pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "bert", "t5")], ids=str)
-
-
 # --- gradients
 
 
@@ -103,7 +100,7 @@ def test_one_graph_twice_and_one_differentiated_twice():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@each_case
+@pytest.mark.parametrize("case", [CASES[n] for n in ("llama", "gpt2", "bert", "t5")], ids=str)
 def test_logits_can_be_read_before_and_after_backward(case, when):
     extra = {"use_cache": False} if case.takes_cache else {}
 
@@ -141,18 +138,6 @@ def test_logits_that_were_changed_since_are_an_error(change):
             out.loss.backward()
 
 
-def odd_loss(do: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Callable[[nn.Module], dict[str, Tensor]]:
-    """A step in which ``do(logits, cross_entropy)`` is the loss."""
-
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        labels = batch()["labels"].flatten()
-        loss = do(model(**batch(labels=None)).logits, lambda logits: F.cross_entropy(logits.view(-1, 64), labels))
-        loss.backward()
-        return {"loss": loss.detach(), **gradients(model)}
-
-    return run
-
-
 def _retained(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
     logits.retain_grad()
     loss(logits).backward(retain_graph=True)
@@ -171,13 +156,16 @@ def _read_beside(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
     return before + 0 * hits if cast.dim() == 3 else before
 
 
-EXACT_OR_CHUNKED = pytest.mark.parametrize("choice", [CHUNK, ChunkedLoss(tokens=48)], ids=lambda c: c.kind)
-
-
-@EXACT_OR_CHUNKED
+@pytest.mark.parametrize("choice", [CHUNK, ChunkedLoss(tokens=48)], ids=lambda c: c.kind)
 @pytest.mark.parametrize("do", [_retained, _written_before, _read_beside])
 def test_writes_that_plain_training_sees_too(do, choice):
-    got, wanted = heads.both(small_llama(), odd_loss(do), choice)
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        labels = batch()["labels"].flatten()
+        loss = do(model(**batch(labels=None)).logits, lambda logits: F.cross_entropy(logits.view(-1, 64), labels))
+        loss.backward()
+        return {"loss": loss.detach(), **gradients(model)}
+
+    got, wanted = heads.both(small_llama(), run, choice)
     for name, tensor in wanted.items():
         assert (
             torch.allclose(got[name], tensor, rtol=1e-4, atol=1e-7)

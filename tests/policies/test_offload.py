@@ -274,15 +274,6 @@ def test_a_second_backward_over_the_same_graph(make, n):
 
 # --- tiers and the host budget
 
-DISK = Offload(tier="disk")
-BOTH_TIERS = (DISK, RecomputeOffload(tier="disk"), OFFLOAD, RecomputeOffload())
-
-
-def transports(folder: Any) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """An accelerator's transports, by tier."""
-    made = {"cpu": DeferredTransport(), "disk": DeferredDisk(folder)}
-    return made, lambda device, tier: made[tier]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "cnn"])
@@ -290,9 +281,10 @@ def test_gradients_are_bit_equal_with_both_tiers_in_one_model(name, tmp_path, mo
     monkeypatch.setattr(disk, "PART_BYTES", 8192)
     case = CASES[name]
     model = case.make()
-    choices = {unit: BOTH_TIERS[i % 4] for i, unit in enumerate(case.units(model))}
-    made, give = transports(tmp_path)
-    with attach(model, choices, transport=give):
+    tiers = (Offload(tier="disk"), RecomputeOffload(tier="disk"), OFFLOAD, RecomputeOffload())
+    choices = {unit: tiers[i % 4] for i, unit in enumerate(case.units(model))}
+    made: dict[str, Any] = {"cpu": DeferredTransport(), "disk": DeferredDisk(tmp_path)}
+    with attach(model, choices, transport=lambda device, tier: made[tier]):
         assert_equal(train(model, case), plain(case))
     assert all(transport.queues.sent == transport.queues.fetched > 0 for transport in made.values())
     assert all(transport.pieces_in_use() == 0 for transport in made.values())
