@@ -156,15 +156,15 @@ def test_a_block_that_one_unit_enters_and_another_leaves() -> None:
 
 _FIRST_OF_A_PROCESS = """
 import torch, transformers
-from autockpt.schema.choices import Segment
-from tests.policies.zoo import assert_as_plain, on
+from autockpt.runtime import attach
+from tests.policies.zoo import on
 torch.manual_seed(0)
 config = transformers.LlamaConfig(
     vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
 )
 model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
 ids = torch.randint(0, 64, (2, 128), device="cuda")
-with attach(model, dict.fromkeys(["model.layers.0", "model.layers.1"], parse_choice("recompute"))):
+with attach(model, on(["model.layers.0", "model.layers.1"], "recompute")):
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 found = [p.grad.clone() for p in model.parameters()]
 model.zero_grad()
