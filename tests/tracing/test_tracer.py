@@ -24,6 +24,7 @@ from autockpt.tracing.process import can_fork
 from autockpt.tracing.tracer import in_this_process
 from autockpt.workload import Step, build
 from tests.children import Say, children, forked, is_gone
+from tests.errors import raises
 from tests.tracing.reference import Real, mlp, record
 
 pytestmark = pytest.mark.slow
@@ -194,28 +195,26 @@ def test_an_exception_in_the_users_step_is_told_with_its_place() -> None:
         Tracer.from_step(workload(broken))
 
 
-@pytest.mark.parametrize("end", [lambda: os._exit(3), lambda: os.kill(os.getpid(), signal.SIGKILL)])
-def test_a_child_that_dies_is_told(end: Callable[[], None]) -> None:
+def abort() -> None:
+    os.write(2, b"terminate called: no such card\n")
+    os.abort()
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [(lambda: os._exit(3), ""), (lambda: os.kill(os.getpid(), signal.SIGKILL), ""), (abort, "no such card")],
+)
+def test_a_child_that_dies_is_told(end: Callable[[], None], said: str) -> None:
     def step(model: nn.Module, batch: Tensor) -> Tensor:
         out = mean_square(model, batch)
         end()
         return out
 
-    with pytest.raises(GhostError):
+    with raises(GhostError, said):
         Tracer.from_step(workload(step), fallback=False)
     with pytest.raises(TracingError) as caught:
         Tracer.from_step(workload(step))
     assert "Neither ghosts nor a real step" in caught.value.remedy
-
-
-def test_what_an_abort_says_is_told() -> None:
-    def step(model: nn.Module, batch: Tensor) -> Tensor:
-        os.write(2, b"terminate called: no such card\n")
-        os.abort()
-
-    with pytest.raises(GhostError) as caught:
-        Tracer.from_step(workload(step), fallback=False)
-    assert "no such card" in caught.value.message
 
 
 def test_choices_that_do_not_fit_leave_the_tracer_usable() -> None:
