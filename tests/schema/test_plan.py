@@ -63,13 +63,6 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def refused(tmp_path: Path, text: str) -> PlanError:
-    with pytest.raises(PlanError) as caught:
-        Plan.load(write(tmp_path, text))
-    assert caught.value.remedy
-    return caught.value
-
-
 def test_a_plan_round_trips_through_its_file(tmp_path: Path) -> None:
     plan = full_plan()
     plan.save(tmp_path / "plan.yaml")
@@ -153,9 +146,10 @@ def test_a_plan_cannot_claim_what_it_does_not_hold(tmp_path: Path) -> None:
     ],
 )
 def test_bad_plans_are_errors_with_line_and_remedy(tmp_path: Path, text: str, line: int, word: str) -> None:
-    error = refused(tmp_path, text)
-    assert error.message.startswith(f"{tmp_path}/plan.yaml:{line}: "), "of two plans one has to know which"
-    assert word in error.message
+    with pytest.raises(PlanError) as caught:
+        Plan.load(write(tmp_path, text))
+    assert caught.value.message.startswith(f"{tmp_path}/plan.yaml:{line}: "), "of two plans one has to know which"
+    assert word in caught.value.message and caught.value.remedy
 
 
 @pytest.mark.parametrize("prefix", ["base_model.model.", "_orig_mod.", "module.", "module._orig_mod.", "model."])
