@@ -55,7 +55,8 @@ def test_a_live_step_gets_micro_batch_progress_and_pages(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("asked", "word"), [({"hardware": "rtx4090"}, "hardware="), ({"batch_size": 2}, "batch_size=")]
+    ("asked", "word"),
+    [({"hardware": "rtx4090"}, "hardware="), ({"device": "cpu"}, "device="), ({"batch_size": 2}, "batch_size=")],
 )
 def test_what_does_not_go_with_a_live_step_is_refused_by_name(asked: dict[str, Any], word: str) -> None:
     step = autockpt.Step(nn.Linear(2, 2), torch.ones(1, 2), loss=lambda model, batch: model(batch).sum())
