@@ -13,7 +13,6 @@ from torch import nn
 from autockpt.errors import InfeasibleError, TimeLimitReached, UsageError
 from autockpt.schema import (
     Comparison,
-    DeviceInfo,
     Measurement,
     ResolvedBudget,
     SearchOutcome,
@@ -30,9 +29,8 @@ from autockpt.tuning.batch_sizes import Climb, refuse_dependent_rows, search_bat
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.job_sizes import job_of
 from tests.errors import raises
+from tests.samples import environment
 from tests.tuning.small import TWO_LAYERS, of_rows, squares
-
-DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
 
 
 def request(out: Path = Path("unused"), **more: Any) -> SearchRequest:
@@ -45,7 +43,7 @@ def outcome(seconds: float) -> SearchOutcome:
     """What a search says whose best plan takes this long; a plan is not needed to climb."""
     row = Comparison(name="ours", verdict="fits", measured=Measurement(peak_bytes=1, step_seconds=seconds))
     budget = ResolvedBudget(asked="24GB", bytes=24 * 10**9)
-    return SearchOutcome(plan=None, budget=budget, device=DEVICE, rows=(row,), settings={"tokens": 4096})
+    return SearchOutcome(plan=None, budget=budget, device=environment().device, rows=(row,), settings={"tokens": 4096})
 
 
 class Made(Climb):

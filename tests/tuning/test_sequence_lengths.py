@@ -11,7 +11,6 @@ from autockpt.schema import (
     RECOMPUTE,
     SAVE,
     Comparison,
-    DeviceInfo,
     Measurement,
     Plan,
     ResolvedBudget,
@@ -27,6 +26,7 @@ from autockpt.schema.lengths import Lengths
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.sequence_lengths import MOST_SETS, WORTH, Expected, search_lengths
 from tests.errors import raises
+from tests.samples import environment
 from tests.tuning.made_up import Watcher
 
 UNITS = [Unit(name=f"layers.{i}", cls="Layer", kind=0) for i in range(10)]
@@ -52,9 +52,6 @@ def made(length: int, *, fits: int = 400, most: float = 0.3, rows: int = 4, **se
     )
 
 
-DEVICE = DeviceInfo(kind="cpu", name="made up", capacity_bytes=1 << 40)
-
-
 def searched(lengths: Lengths, timeout: float | None = None, took: float = 0.0, **of: Any) -> tuple[Any, list[int]]:
     """The plan and the notes on its sets, and the lengths that were searched; each search ``took`` some seconds."""
     asked: list[int] = []
@@ -65,7 +62,7 @@ def searched(lengths: Lengths, timeout: float | None = None, took: float = 0.0, 
         assert request.trials >= 3
         plan = made(length, **of)
         assert plan.budget is not None
-        return SearchOutcome(plan=plan, budget=plan.budget, device=DEVICE, rows=plan.baselines)
+        return SearchOutcome(plan=plan, budget=plan.budget, device=environment().device, rows=plan.baselines)
 
     request = request_for(lengths=lengths, trials=24, timeout=timeout)
     with pytest.MonkeyPatch.context() as patch:
