@@ -100,8 +100,6 @@ def test_eight_billion_ghost_parameters_take_no_memory() -> None:
 
 # --- what only simulated hardware can follow
 
-MODEL = "tests.tracing.kernels.cuda_models:causal_fp32"
-
 
 @pytest.mark.parametrize(
     ("given", "option"),
@@ -114,7 +112,7 @@ MODEL = "tests.tracing.kernels.cuda_models:causal_fp32"
     ],
 )
 def test_a_real_step_refuses_them_by_name(given: dict[str, object], option: str) -> None:
-    spec = WorkloadSpec.model_validate({"model": MODEL} | given)
+    spec = WorkloadSpec.model_validate({"model": "tests.tracing.kernels.cuda_models:causal_fp32"} | given)
     for attempt in (refuse_simulated, build):
         with raises(UsageError, option) as caught:
             attempt(spec)

@@ -11,8 +11,6 @@ from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import build
 from autockpt.workload.quantised import quantization_of
 
-NF4 = {"load_in_4bit": True}
-
 
 def spec(**options: Any) -> WorkloadSpec:
     return WorkloadSpec(**({"model": "llama-tiny", "lora": 4, "batch_size": 2, "seq_len": 32} | options))
@@ -43,7 +41,7 @@ def test_weights_are_the_quantised_ones_and_share_no_memory() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"model": "gpt2-tiny"}], ids=str)
-@pytest.mark.parametrize("bits", [NF4, {"quantization": {"load_in_8bit": True}}], ids=["4", "8"])
+@pytest.mark.parametrize("bits", [{"load_in_4bit": True}, {"quantization": {"load_in_8bit": True}}], ids=["4", "8"])
 def test_training_moves_adapters_alone(options: dict[str, Any], bits: dict[str, Any]) -> None:
     pytest.importorskip("bitsandbytes")
     workload = build(spec(**bits, **options))
