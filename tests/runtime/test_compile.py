@@ -113,18 +113,6 @@ def batch() -> Tensor:
     return torch.randn(256, 16, requires_grad=True)
 
 
-def plan_for(model: nn.Module, mode: str | None, **more: Any) -> Plan:
-    """A measured plan with a tight budget on every layer."""
-    return Plan.create(
-        dict.fromkeys(NAMES, CompileBudget(fraction=0.1)),
-        discover_units(model),
-        source="measured",
-        compile=mode,
-        measured=Measurement(peak_bytes=2**20, step_seconds=0.5),
-        **more,
-    )
-
-
 def compile_in_place(model: nn.Module, mode: str) -> None:
     for module in model.layers if mode == "layers" else [model]:  # type: ignore[union-attr]
         module.compile(**CHEAP)
@@ -149,11 +137,14 @@ def test_a_plan_acts_whether_applied_before_or_after_compiling(mode: str, first:
     wanted, most = gradients_of(plain), kept(plain)
     torch._dynamo.reset()
     model = stack()
+    tight, measured = CompileBudget(fraction=0.1), Measurement(peak_bytes=2**20, step_seconds=0.5)
+    units = discover_units(model)
+    plan = Plan.create(dict.fromkeys(NAMES, tight), units, source="measured", compile=mode, measured=measured)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         if first == "compile":
             compile_in_place(model, mode)
-        with apply(model, plan_for(model, mode)):
+        with apply(model, plan):
             if first == "apply":
                 compile_in_place(model, mode)
             found = gradients_of(model)
