@@ -60,15 +60,6 @@ def test_says_so_where_the_budget_does_not_bind() -> None:
     assert found.best is not None and all(choice == SAVE for choice in found.best.choices.values())
 
 
-def test_an_impossible_budget_is_refused_before_any_step() -> None:
-    device = MadeUpDevice()
-    with pytest.raises(InfeasibleError) as caught:
-        search(device, "0.9KB")
-    assert device.measured == []
-    assert caught.value.smallest_peak is not None and caught.value.smallest_peak > 1000
-    assert "leanest plan" in caught.value.message
-
-
 def test_out_of_memory_is_one_trial_and_the_search_goes_on() -> None:
     full = MadeUpDevice().true_peak({})
     device = MadeUpDevice(capacity=full - 1)
