@@ -10,13 +10,12 @@ from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import Trials
 from tests.tuning.device import MadeUpDevice
 
-SPACE = SearchSpace().restricted(("save", "recompute", "offload"))
-
 
 @pytest.fixture(scope="module")
 def half() -> tuple[CostModel, PredictedPlans, Trials]:
     made = MadeUpDevice(4).profiled()
-    request = SearchRequest(budget=parse_budget("50%act"), workload=WorkloadSpec(model="made up"), space=SPACE)
+    space = SearchSpace().restricted(("save", "recompute", "offload"))
+    request = SearchRequest(budget=parse_budget("50%act"), workload=WorkloadSpec(model="made up"), space=space)
     return made, *searched(request, made, Simulated(request, Clock(Silence())))
 
 

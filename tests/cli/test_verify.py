@@ -40,13 +40,12 @@ def test_a_verification_on_screen() -> None:
         Check(name="step time", state="skipped", detail="no promise"),
     )
     held = (checks[0], checks[1].model_copy(update={"state": "passed"}))
-    cases = (
+    for kept, verdict in (
         (checks, "does not keep"),
         (held, "keeps its promise"),
         (checks[:1], "no peak or step time was compared"),
         (checks[2:], "Nothing could"),
-    )
-    for kept, verdict in (*cases, (checks[2:], "Nothing could")):
+    ):
         text = printed(print_report, VerifyReport(checks=kept, notes=("a note",)))
         assert verdict in text and "a note" in text
     assert not VerifyReport(checks=checks).passed and VerifyReport(checks=checks[:1]).passed
