@@ -5,6 +5,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -91,25 +92,12 @@ def test_a_winner_that_fails_in_a_fresh_process_is_not_named() -> None:
 
 
 def test_where_a_limit_holds_a_new_worker_confirms_the_winner() -> None:
-    class Worker(WorkerMeasurer):
-        environment = environment("cuda", enforces_limit=True)  # type: ignore[assignment]
-        beat = staticmethod(lambda word: None)  # type: ignore[assignment]
-
-        def __init__(self) -> None:
-            self.asked: list[Any] = []
-            self._deadline = math.inf
-
-        def release(self) -> None:
-            self.asked.append("release")
-
-        def measure(self, choices: Any, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
-            self.asked.append(budget_bytes)
-            return Measurement(peak_bytes=7, step_seconds=1.0)
-
-    worker = Worker()
+    worker = MagicMock(spec=WorkerMeasurer, environment=environment("cuda", enforces_limit=True))
+    worker.measure.return_value = Measurement(peak_bytes=7, step_seconds=1.0)
     target = Measured(SearchRequest(budget=parse_budget("8KB")), Clock(Silence()), worker)
-    assert target.confirm({}, 8000) == Measurement(peak_bytes=7, step_seconds=1.0)
-    assert worker.asked == ["release", 8000]
+    assert target.confirm({}, 8000) == worker.measure.return_value
+    assert [call[0] for call in worker.method_calls if call[0] in ("release", "measure")] == ["release", "measure"]
+    assert worker.measure.call_args.kwargs["budget_bytes"] == 8000
 
 
 class Killed(MadeUpDevice):
