@@ -19,12 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_choices")]
 JOB = {"model": TWO_LAYERS, "batch_size": 2, "seq_len": 32}
 
 
-def loaded(tmp_path: Path, choices: str) -> Plan:
-    (tmp_path / "plan.yaml").write_text(f"autockpt: 1\nchoices:\n{choices}")
-    return Plan.load(tmp_path / "plan.yaml")
-
-
-def test_a_budget(tmp_path: Path) -> None:
+def test_a_budget() -> None:
     said = explain(None, JOB, budget="50%act")
     assert said.fits and said.budget is not None and said.smallest_peak <= said.peak_bytes <= said.budget.bytes
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
@@ -49,10 +44,9 @@ def test_the_peak_is_that_which_the_search_predicted(monkeypatch: pytest.MonkeyP
     assert sum(h.peak_bytes for h in said.holdings) == said.peak_bytes
 
 
-def test_a_plan_by_hand_with_a_head_and_an_impossible_budget(tmp_path: Path) -> None:
-    choices = "  model.layers.0: recompute\n  model.layers.1.mlp: recompute\n  lm_head: chunked_loss\n"
-    plan = loaded(tmp_path, choices)
-    said = explain(plan, JOB, budget="1MB")
+def test_a_plan_by_hand_with_a_head_and_an_impossible_budget() -> None:
+    choices = {"model.layers.0": "recompute", "model.layers.1.mlp": "recompute", "lm_head": "chunked_loss"}
+    said = explain(Plan(choices=choices), JOB, budget="1MB")
     assert said.status == "unmeasured" and not said.fits
     assert str(said.choices["lm_head"]).startswith("chunked_loss")
     assert said.smallest_peak > 10**6 and said.budgets[-1].reach is None
