@@ -43,7 +43,7 @@ def test_a_silent_stage_reports_ever_less_often() -> None:
     lines.pulse()
     assert [line.partition("] ")[2] for line in lines.said] == [
         "trace …",
-        "trace: 5 s so far",
+        "trace: 5.00 s so far",
         "trace: 15.0 s so far",
         "trace: 35.0 s so far",
         "finals …",
