@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autockpt.checkpointing.arguments import Held, flatten, hold, holders, unflatten, unpack
 from autockpt.checkpointing.divergence import CheckedTensor
 from autockpt.checkpointing.kv_cache import CannotBeCopied
-from autockpt.checkpointing.module_state import Entry
+from autockpt.checkpointing.module_state import Entry, without_graphs
 from autockpt.checkpointing.op_recorder import is_plain
 from autockpt.checkpointing.replay_context import ReplayContext, one_at_a_time, running_again
 from autockpt.checkpointing.unit import CheckpointedUnit, holds_other_values, is_in_pieces
@@ -134,7 +134,7 @@ class CheckpointFrame:
             output = self._forward(*args, **kwargs)
         if before is not None:
             self._learn_effects(live, *before)
-        self._before = self._before and [entry.without_graphs() for entry in self._before]
+        self._before = self._before and [*without_graphs(self._before)]
         self._live = None
         if self._observer is not None:
             self._observer.forward_ended()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from autockpt.checkpointing.arguments import flatten, unflatten
+from autockpt.checkpointing.arguments import flatten, tensors_of, unflatten
 from autockpt.checkpointing.fingerprint import quietly
 from autockpt.errors import ConflictError
 
@@ -27,7 +27,6 @@ _NUMBERS = (bool, int, float, str)
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 _PLAIN_TENSORS = (torch.Tensor, nn.Buffer)
 _ABSENT: Any = object()
-_IN_PLACE: Any = object()  # in the place of a container: the one that is there then
 # `forward`: choices are attached and taken off there
 _NOT_STATE = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -89,27 +88,15 @@ class Entry(NamedTuple):
             return any(_version(member) != then and id(member) not in buffers for member, then in pairs)
         return self.content is None and _version(self.value) != self.versions[0]
 
-    def without_graphs(self) -> Entry:
-        """The same for a recomputation, once the forward has ended: with neither graphs nor the container.
-
-        No backward lets go of an auxiliary loss that nobody uses: the call would hold its graph, which holds the call.
-        """
-        contains, tensors = type(self.value) in _CONTAINERS, list[torch.Tensor]()
-        held = self.content if contains else self.value
-        with suppress(RecursionError):  # of what holds itself
-            template = flatten(held, tensors)
-            held = unflatten(template, [t if t.grad_fn is None else t.detach().requires_grad_() for t in tensors])
-        return self._replace(value=_IN_PLACE, content=held) if contains else self._replace(value=held)
-
     def restore(self) -> None:
         """The place holds again what it held."""
         if self.value is _ABSENT:
             self.home.pop(self.name, None)
             return
         value: Any = self.value
-        if value is _IN_PLACE:
-            value = self.home.get(self.name)
-            value = value if type(value) is type(self.content) else copy.copy(self.content)
+        if type(value) is _StandIn:
+            now, there = self.home.get(self.name), value
+            value = now if id(now) == there.address and type(now) is type(there.copy) else there.copy
         self.home[self.name] = value
         if self.content is None:
             return
@@ -120,6 +107,33 @@ class Entry(NamedTuple):
         else:
             value.clear()
             value.extend(self.content) if isinstance(value, (list, deque)) else value.update(self.content)
+
+
+class _StandIn(NamedTuple):
+    """For a container that was at this address, where another is in its place when the unit runs again."""
+
+    address: int
+    copy: Any
+
+
+def without_graphs(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Entries for a recomputation of a forward that has ended, without graphs and the containers that hold them.
+
+    No backward lets go of an auxiliary loss that nobody uses: the call would hold its graph, which holds the call.
+    What several attributes share they still do.
+    """
+    detached, stand_ins = dict[int, torch.Tensor](), dict[int, _StandIn]()
+    for entry in entries:
+        contains, found = type(entry.value) in _CONTAINERS, list[torch.Tensor]()
+        held = entry.content if contains else entry.value
+        with suppress(RecursionError):  # of what holds itself
+            template = flatten(held, found)
+            if any(tensor.grad_fn is not None for tensor in tensors_of((entry.value, found))):
+                free = [detached.setdefault(id(t), t.detach().requires_grad_() if t.grad_fn else t) for t in found]
+                held, address = unflatten(template, free), id(entry.value)
+                value = stand_ins.setdefault(address, _StandIn(address, copy.copy(held))) if contains else held
+                entry = entry._replace(value=value, content=held if contains else None)
+        yield entry
 
 
 def _writes_unseen(module: nn.Module) -> bool:
@@ -276,6 +290,9 @@ class ModuleState:
                 yield {tensor.untyped_storage()._cdata for tensor in written}
             finally:
                 self._restore(now, flags)
+                for entry in entries:
+                    if type(entry.value) is _StandIn:
+                        entry.value.copy.clear()  # of what the recomputation has added
 
     def _restore(self, entries: list[Entry], training: list[bool]) -> None:
         for fields, flag in zip(self.fields, training, strict=True):

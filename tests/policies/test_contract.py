@@ -398,6 +398,45 @@ def test_what_a_unit_notes_of_a_call_goes_with_the_next(kind):
     assert all(storage() is None for storage in seen[:-1])
 
 
+class Listing(nn.Module):
+    """Its two layers note outputs in lists, which may be one, and whose lengths decide what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def share(self, how: bool | None) -> None:
+        """One list for both layers or not; None: no list."""
+        self.first.log = None if how is None else []
+        self.second.log = self.first.log if how or how is None else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second, self.first):
+            x = layer(x).sigmoid()
+            layer.log.append(x.mean())
+            x = x * len(layer.log)
+        return x
+
+
+@each_kind
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, None)])
+def test_lists_of_graphs_are_shared_as_in_the_forward(kind, before, after):
+    def gradients_of(plan: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Row(Listing, 2, id).to(DEVICE)
+        with attach(model, plan):
+            for _ in range(2):
+                for unit in model.units:
+                    unit.share(before)
+                loss = model(rows()).sum()
+                for unit in model.units:
+                    unit.share(after)
+                loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert all(map(torch.equal, gradients_of(on(PAIR, kind)), gradients_of({})))
+
+
 @each_kind
 def test_changed_outputs_are_an_error_or_right(kind):
     """The first of the two is also the second's input."""
