@@ -42,7 +42,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Number
 from typing import Any, ClassVar
@@ -74,7 +74,7 @@ _MISSES = 3
 _MOST = 64
 """Signatures of a unit whose recipes are known at a time."""
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
-_NUMBERS = (Number, str, Enum, type(None))
+_NUMBERS = (Number, str, Enum, range, type(None))
 """What tells calls apart by its value, NumPy's numbers among it."""
 _MAY_BECOME_ONE = (*_NUMBERS, tuple, list, torch.Tensor)
 _NOTHING = nullcontext()
@@ -98,9 +98,8 @@ class RecordedUnit(CheckpointedUnit):
     """A module whose calls follow recipes, as its modules are now.
 
     ``recording_mode`` makes a dispatch mode that hands ops to a recorder. ``keeps``: whether an expensive op must not
-    run again. ``named``: modules that the choice names, inside of which no expensive op must (``keep``), or outside of
-    which no op must (``within``).
-    ``compares``: calls that follow a recipe are recorded again now and then.
+    run again. ``named``: modules that the choice names, inside of which no expensive op may run again (``keep``), or
+    outside of which no op may (``within``). ``compares``: calls that follow a recipe are recorded again now and then.
     """
 
     gap: ClassVar[int] = 4  # calls that follow a recipe before one is recorded again
@@ -227,7 +226,10 @@ def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
         return kind, *value, *[part if type(part) in _EXACT else _plain_parts(part, tensors) for part in parts]
     if isinstance(value, _NUMBERS):
         return kind, value
-    leaves, spec = tree_flatten(vars(value) if is_dataclass(kind) else value)
+    if kind is slice:
+        return kind, value.start, value.stop, value.step
+    parts = {field.name: getattr(value, field.name) for field in fields(value)} if is_dataclass(kind) else value
+    leaves, spec = tree_flatten(parts)
     return kind if spec.is_leaf() else (kind, spec, *[_plain_parts(leaf, tensors) for leaf in leaves])
 
 

@@ -201,20 +201,20 @@ class Named(NamedTuple):
     scale: float
 
 
-@dataclass
+@dataclass(slots=True)
 class Options:
     scale: float
 
 
 _GIVEN = [(1.0, 0.5), (np.float32(1.0), np.float32(0.5)), (Way.SINE, Way.COSINE)]
-_GIVEN += [(kind(1.0), kind(0.5)) for kind in (Named, Options)]
+_GIVEN += [(kind(1.0), kind(0.5)) for kind in (Named, Options)] + [(range(1), range(2)), (slice(1), slice(2))]
 
 
 @pytest.mark.parametrize(("first", "then"), _GIVEN, ids=str)
 def test_a_number_or_name_that_a_layer_is_given_may_change(first: Any, then: Any, recorded: Any) -> None:
     class Given(Mlp):
         def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
-            x, given = super().forward(x), getattr(given, "scale", given)
+            x, given = super().forward(x), getattr(given, "scale", getattr(given, "stop", given))
             return (x.sin() if given is Way.SINE else x.cos() if given is Way.COSINE else x * float(given)).sin()
 
     class Giving(nn.Module):
