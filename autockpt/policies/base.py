@@ -170,12 +170,12 @@ skip_frames(_UncompiledForward.__call__)
 def _called(caller: nn.Module, module: nn.Module, unit: str) -> nn.Module:
     """The module whose forward runs: that of the plan, or a shallow copy of it (``copy.copy``).
 
-    A module around it may have its forward as well: PEFT's, while a prompt is disabled. Raises ConflictError for any
-    other that has got this forward.
+    A library's module around it may have its forward as well: PEFT's, while a prompt is disabled. Raises ConflictError
+    for any other that has got this forward.
     """
     if caller is module or (type(caller) is type(module) and caller._parameters is module._parameters):
         return caller
-    if any(inner is module for inner in caller.modules()):
+    if is_library(type(caller)) and any(inner is module for inner in caller.modules()):
         return module
     raise ConflictError(
         f"a {type(caller).__name__} has the forward that a plan placed on {unit or 'another module'}, as where "

@@ -115,8 +115,10 @@ def test_a_copy_of_a_units_attributes_does_not_use_its_weights(kind, hooked):
     other, x = nn.Linear(8, 8), torch.randn(4, 8)
     if hooked:
         other.register_forward_hook(lambda *_: None)
+    around = type("Around", (nn.Sequential,), {})(model[1])
     with attach(model, on("1", kind)):
-        other.__dict__.update({k: v for k, v in vars(model[1]).items() if not k.startswith("_")})
-        with raises(ConflictError):
-            other(x)
+        for copied in (other, around):
+            copied.__dict__.update({k: v for k, v in vars(model[1]).items() if not k.startswith("_")})
+            with raises(ConflictError):
+                copied(x)
         assert torch.equal(copy.copy(model[1])(x), model[1](x))
