@@ -177,8 +177,9 @@ def _warn_of_larger_batch(state: GuardState, args: tuple[Any, ...], kwargs: dict
     batch dimension, as where the plan was made."""
     values = (kwargs.get("input_ids"), *args, *kwargs.values())
     first = next((v for v in values if isinstance(v, torch.Tensor) and v.dim() > 0), None)
-    if first is not None and any(most and n > most for n, most in zip(first.shape, state.planned, strict=False)):
-        here, planned = (" × ".join(map(str, filter(None, sizes))) for sizes in (first.shape, state.planned))
+    pairs = [] if first is None else [(n, most) for n, most in zip(first.shape, state.planned, strict=False) if most]
+    if any(n > most for n, most in pairs):
+        here, planned = (" × ".join(map(str, sizes)) for sizes in zip(*pairs, strict=True))
         state.warn_once(
             f"a batch of {here} is larger than the plan was made for ({planned}): its promise about memory no longer "
             "holds. Search again with the larger shape."
