@@ -19,12 +19,10 @@ from autockpt.checkpointing.divergence import DivergenceCheck, sentinels_of
 from autockpt.checkpointing.divergence import Mode as SentinelMode
 from autockpt.checkpointing.replay_context import one_at_a_time
 from autockpt.devices.transport import OffloadTransports, Transports
-from autockpt.errors import ConflictError
 from autockpt.policies.base import ForwardListener
 from autockpt.policies.compiling import eagerly
-from autockpt.policies.offload import MOVING
 from autockpt.runtime.adaptive import Adaptive
-from autockpt.runtime.session import Session, attach_units, compiled_as, look_after
+from autockpt.runtime.session import Session, attach_units, look_after
 from autockpt.schema.choices import Choice
 from autockpt.schema.plan import When
 from autockpt.schema.sizes import format_binary
@@ -103,7 +101,6 @@ class BatchSets(Session):
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardListener]:
         """A forward of the whole model begins: choose its set, and return that set's listeners."""
         if not self._is_prepared:
-            refuse_compiled(module, self.sessions)  # they may have been compiled since the plan was applied
             self._is_prepared = True
             for number, session in enumerate(self.sessions):
                 for _, forward in session.placed:
@@ -204,24 +201,6 @@ class BatchSets(Session):
             self.adaptive.remove()
 
 
-def refuse_compiled(model: nn.Module, sessions: Iterable[Session]) -> None:
-    """Raise ConflictError where one of several sets moves what a layer keeps that is compiled.
-
-    What moving does around a layer is compiled again for every length and set: torch soon gives up on that layer, and
-    lengths that come later would run without compiled code, slower than any plan promised.
-    """
-    units = (unit for session in sessions for unit in session.order if unit.choice.kind in MOVING)
-    moving = {unit.name: unit.choice.kind for unit in units}
-    name = next((name for name in moving if compiled_as(model, (name,)) == "layers"), None)
-    if name is not None:
-        raise ConflictError(
-            f"`{name}: {moving[name]}` is one of several sets of choices, and the layer is compiled: for every length "
-            "and set torch would compile it again, until it gives up (torch._dynamo's recompile_limit)",
-            remedy="Search with --choices save,recompute; or take one set (autockpt.apply(model, plan.sets[-1]), "
-            "without adaptive=); or leave the layers uncompiled.",
-        )
-
-
 def is_sharded(module: nn.Module) -> bool:
     """Whether a model's weights lie on several ranks in parts: FSDP, tensor parallelism."""
     kinds = {cls.__name__ for m in module.modules() for cls in type(m).__mro__}
@@ -248,7 +227,6 @@ def attach_sets(
             made.sessions.append(Session(made.transports, made.sentinels))
             attach_units(model, choices, made.sessions[-1])
             made.sessions[-1].remove()
-        refuse_compiled(model, made.sessions)
         made.order = [unit for session in made.sessions for unit in session.order]
         look_after(model, made).sets = made
         made.sessions[made.acting].reattach()

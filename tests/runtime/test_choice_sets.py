@@ -255,20 +255,6 @@ def test_layers_that_are_compiled_in_place() -> None:
         assert used(handle) == {0: 2, 1: 2}
 
 
-def test_several_sets_that_offload_compiled_layers_are_refused() -> None:
-    model: Any = LLAMA.make().eval()
-    with apply(model, sets(16, 128)):
-        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
-        for _ in range(2):
-            with raises(ConflictError, "layers.0"):
-                gradients(model, (8,))
-    with raises(ConflictError, "layers.0") as caught:
-        apply(model, sets(16, 128))
-    assert "--choices save,recompute" in caught.value.remedy
-    assert not any(attached_to(m) for m in model.modules())
-    apply(model, sets(16, 128).sets[-1]).remove()
-
-
 def _agree(rank: int) -> list[str]:
     """Ranks with batches of different lengths: sharded weights make them go by one set, DDP lets each choose."""
     from torch.distributed.fsdp import fully_shard
