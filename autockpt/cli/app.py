@@ -19,7 +19,7 @@ from autockpt.cli.diagnose import diagnose
 from autockpt.cli.estimate import estimate
 from autockpt.cli.explain import explain
 from autockpt.cli.export import export
-from autockpt.cli.guard import FAILED, TERMINATED, UNREAD, silence_output
+from autockpt.cli.guard import TERMINATED, UNREAD, silence_output
 from autockpt.cli.history import history
 from autockpt.cli.options import flag
 from autockpt.cli.search import search
@@ -107,11 +107,8 @@ def main() -> None:
         with_room(lambda: build()(prog_name="autockpt"))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        code = UNREAD if code == 1 else code  # with 1 typer ends where no reader of --help is left
+        code = UNREAD if isinstance(end.__context__, BrokenPipeError) else code  # typer's is 1, of --help
         raise
-    except OSError as error:  # of --help and --version: no verb guards them
-        code = FAILED
-        print(f"autockpt: the answer could not be written: {error.strerror}", file=sys.stderr)
     finally:
         if in_a_job and code != TERMINATED:
             from autockpt.measuring.ranks import leave_together

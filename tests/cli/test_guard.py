@@ -107,15 +107,12 @@ def test_an_interrupt_is_one_whatever_code_makes_of_it(
     assert isinstance(turned_into, typer.Exit) or word in said
 
 
-@needs_full
-def test_help_that_cannot_be_written_has_the_code_of_any_answer() -> None:
+def test_help_that_nobody_reads_has_the_code_of_any_answer() -> None:
     reader, pipe = os.pipe()
     os.close(reader)
-    for target, code in ((pipe, 141), (os.open(FULL, os.O_WRONLY), 4)):
-        command = [sys.executable, "-m", "autockpt", "--help"]
-        ended = subprocess.run(command, stdout=target, stderr=subprocess.PIPE, text=True)
-        os.close(target)
-        assert ended.returncode == code and "Traceback" not in ended.stderr
+    ended = subprocess.run([sys.executable, "-m", "autockpt", "--help"], stdout=pipe, stderr=subprocess.PIPE, text=True)
+    os.close(pipe)
+    assert ended.returncode == 141 and "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("printer", ["print", "results().print"])
