@@ -34,7 +34,7 @@ class Scoring:
     @property
     def measures(self) -> bool:
         """Whether candidates take real steps. A simulation tries a single candidate: the solver plans with the very
-        costs that it simulates, so nothing can be learnt from the result."""
+        costs that it simulates, so nothing can be learned from the result."""
         return self.source == "measured"
 
 
@@ -138,10 +138,10 @@ def _seeds(request: SearchRequest, traced: TracedModel) -> tuple[dict[str, dict[
         return {}, ()
     blocks = [u.name for u in tracer.units if u.role == "block"]
     chosen = {n: c for n, c in plan.choices_for(tracer.units, tracer.head).items() if c != SAVE}
-    forbidden = {*SearchSpace().choices} - {*request.space.choices}  # choices that a search tries unless it may not
+    forbidden = {*SearchSpace().choices} - {*traced.space.choices}  # what a search tries unless it may not, or cannot
     inexact = request.allow_inexact or request.compile is not None
     kept = {n: c for n, c in chosen.items() if n in blocks and c.kind not in forbidden and (c.exact or inexact)}
     kept |= {n: c for n, c in chosen.items() if heads and n == heads.unit.name and c in heads.graphs}
     left_out = ", ".join(fold({n: c for n, c in chosen.items() if n not in kept}))
-    notes = (f"Of the plan to start from, {left_out} was left out: this search does not try it.",) if left_out else ()
+    notes = (f"Left out of the plan to start from, as this search does not try it: {left_out}.",) if left_out else ()
     return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes
