@@ -111,14 +111,17 @@ def test_what_is_moved_and_what_is_not():
     assert sent_by(lambda unit, x, m: (x * m.view(2, -1).flatten()).sin(), mask) == big  # nor a view of it
 
 
-def test_autocast_copies_of_weights_stay():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocast_copies_of_trained_weights_stay(frozen):
     model, transport = (
         nn.Sequential(nn.Sequential(nn.Linear(128, 128), nn.Sigmoid()), nn.Identity()),
         DeferredTransport(),
     )
+    model.requires_grad_(not frozen)
     with attach(model, {"0": OFFLOAD}, transport=always(transport)), torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.rand(256, 128).requires_grad_())
-    assert transport.queues.sent == 2 * (256 * 128 * 2)  # the sigmoid, and the input in 16 bits
+    besides = 128 if frozen else 256  # the frozen weight; the input, saved for the gradient of a trained one
+    assert transport.queues.sent == (256 + besides) * 128 * 2  # the sigmoid, in 16 bits all of them
     assert SMALL_BYTES <= 128 * 128 * 2
 
 
