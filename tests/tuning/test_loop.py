@@ -376,6 +376,8 @@ def test_a_search_ends_when_the_plan_of_the_corrected_costs_was_tried(budget: st
     device = MadeUpDevice(noise=0.01)
     found = search(device, budget)
     assert sum(t.encoding == "knobs" and t.measured is not None for t in found.trials.all) == 1
+    tried = [trial.encoding for trial in found.trials.all]
+    assert "solver" in tried[: tried.index("knobs")]  # a simple plan, as people write them
     assert found.stopped.startswith("with costs corrected by these trials")
     assert found.best is not None
     assert device.true_seconds(found.best.choices) <= 1.005 * device.optimum(found.budget.bytes)
