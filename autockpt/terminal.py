@@ -121,7 +121,7 @@ def bar(share: float, width: int) -> str:
 
 def console(stderr: bool) -> Console:
     """Colour only on terminals and without NO_COLOR; pipes and files get 120 columns unless COLUMNS says otherwise.
-    So does what has fewer than 10: containers and editors write ``COLUMNS=0`` for an unknown width.
+    Widths below 10 count as unknown: containers and editors write ``COLUMNS=0``.
 
     Results in a notebook are plain text: as HTML every line would be an output of its own.
     """

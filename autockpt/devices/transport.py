@@ -19,14 +19,14 @@ from autockpt.schema.sizes import format_binary
 
 _STEPS = 4  # until pools have found their form, where sizes come and go within a step
 Transports = Callable[[torch.device, Tier], Transport]
-"""The way off a device into a tier. Raises MeasurementError for a kind of device that has none."""
+"""The transport of a device into a tier. Raises MeasurementError for a kind of device that has none."""
 
 
 def transport_for(device: torch.device | str, tier: Tier = "cpu", use: HostUse | None = None) -> Transport:
     """A new transport for one device; ``use`` is told of, and bounds, what it claims on the host.
 
     On the CPU, and on devices without streams, both tiers are a memory-mapped file. Raises MeasurementError for a kind
-    of device that has no way.
+    of device that has none.
     """
     device = torch.device(device)
     if device.type in WITHOUT_STREAMS:

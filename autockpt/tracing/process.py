@@ -96,7 +96,7 @@ class GhostProcess:
     def fork_again(self, build: Build | None = None) -> GhostProcess:
         """A process forked from this one, which must have nothing to do: with its workload, or to ``build`` another.
 
-        What this one has imported, built and learnt is there already. Raises NotForkable, or what building raises.
+        What this one has imported, built and learned is there already. Raises NotForkable, or what building raises.
         """
 
         def start(log: IO[bytes]) -> Child:

@@ -64,7 +64,7 @@ class FirstCycle(NamedTuple):
 
 
 class _Recorded(dict[tuple[str, Choice], RecordedUnit]):
-    """Units by name and choice, with the recipes that traces have learnt.
+    """Units by name and choice, with the recipes that traces have learned.
 
     Those of equal ``kinds`` run the same ops. So a new one begins with what the first of its kind knows; only numbers,
     such as its place among the layers, are its own.
@@ -82,12 +82,12 @@ class _Recorded(dict[tuple[str, Choice], RecordedUnit]):
         unit.signatures |= {(*known[:2], numbers, *known[3:]): its for known, its in first.signatures.items()}
 
     def lacks(self, choices: Mapping[str, Choice]) -> bool:
-        """Whether a choice is among these that no unit of the kind has learnt from."""
+        """Whether a choice is among these that no unit of the kind has learned from."""
         pairs = {(self.kinds.get(name, name), one) for name, one in choices.items() if isinstance(one, Remake)}
         return not pairs <= self._firsts.keys()
 
     @property
-    def learnt(self) -> int:
+    def learned(self) -> int:
         """The number of calls that were recorded."""
         return len({signature for unit in self.values() for signature in unit.signatures.values()})
 
@@ -124,8 +124,8 @@ class TracedRun:
             if self._forward_teaches and self._recorded.lacks(choices):
                 self._cycle(forward_only=True)
             before = None
-            while before != (learnt := self._recorded.learnt):
-                before = learnt  # until units have learnt all their signatures
+            while before != (learned := self._recorded.learned):
+                before = learned  # until units have learned all their signatures
                 self._cycle()
         self._recorder.try_kernels()
         return to_graph(self._recorder, self.workload, self._places, self.source, self.first_cycle.units)

@@ -15,7 +15,8 @@ OF_TRAINING = 0.1
 
 TIMING, PROFILING, LAST_START = 0.5, 0.65, 0.85
 """Shares of the time limit after which ops are no longer timed (nominal rates rank choices), and further choices no
-longer ghost-run, as the rest is for real steps; and after which no further search is begun, whose tracing takes it."""
+longer ghost-run, as the rest is for real steps; and after which no further search begins: tracing alone would take the
+rest."""
 
 GRACE_SHARE, GRACE = 0.1, 2.0
 """Share of the time limit, and seconds, by which steps may exceed it."""

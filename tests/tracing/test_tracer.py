@@ -236,7 +236,7 @@ def test_a_process_that_uses_any_accelerator_is_not_forked(accelerator) -> None:
 
 
 def test_a_fresh_process_traces_the_same_as_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started where an accelerator is in use, and so must import everything itself. The fork has learnt the
+    """It is started where an accelerator is in use, and so must import everything itself. The fork has learned the
     recipes of another layer before."""
 
     def graph(*before: int) -> Graph:
