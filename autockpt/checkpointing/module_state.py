@@ -124,11 +124,13 @@ def without_graphs(entries: Iterable[Entry]) -> Iterator[Entry]:
     """
     detached, stand_ins = dict[int, torch.Tensor](), dict[int, _StandIn]()
     for entry in entries:
-        contains, found = type(entry.value) in _CONTAINERS, list[torch.Tensor]()
+        contains = type(entry.value) in _CONTAINERS
         held = entry.content if contains else entry.value
-        with suppress(RecursionError):  # of what holds itself
-            template = flatten(held, found)
-            if any(tensor.grad_fn is not None for tensor in tensors_of((entry.value, found))):
+        # a buffer that is copied, as norms have them in every call, has none
+        inside = [] if isinstance(entry.content, torch.Tensor) else tensors_of((entry.value, held))
+        if any(tensor.grad_fn is not None for tensor in inside):
+            with suppress(RecursionError):  # of what holds itself
+                template = flatten(held, found := list[torch.Tensor]())
                 free = [detached.setdefault(id(t), t.detach().requires_grad_() if t.grad_fn else t) for t in found]
                 held, address = unflatten(template, free), id(entry.value)
                 value = stand_ins.setdefault(address, _StandIn(address, copy.copy(held))) if contains else held
