@@ -501,30 +501,29 @@ def recording(unit: RecordedUnit, recorder: OpRecorder) -> Iterator[None]:
     are given and return."""
     modes, thread = list[Any](), threading.get_ident()
 
-    def enter(kind: str, *_: Any) -> None:
-        if threading.get_ident() != thread:
-            return
+    def enter(kind: str) -> None:
         if kind == "keep":
             recorder.keeping += 1
         else:
             modes.append(nullcontext() if modes else unit.recording_mode(recorder))
             modes[-1].__enter__()
 
-    def leave(kind: str, *_: Any) -> None:
-        if threading.get_ident() != thread:
-            return
+    def leave(kind: str) -> None:
         if kind == "keep":
             recorder.keeping -= 1
         else:
             modes.pop().__exit__(None, None, None)
+
+    def in_this_thread(step: Callable[[str], None], kind: str) -> Callable[..., None]:
+        return lambda *_: step(kind) if threading.get_ident() == thread else None
 
     numbers = [tap for number in range(1, len(unit.modules)) for tap in (number, ~number)]
     with ExitStack() as stack, tapping(unit, numbers, recorder.pass_module):
         # hooks behind a forward are not called for a KeyboardInterrupt
         stack.callback(lambda: [mode.__exit__(None, None, None) for mode in reversed(modes)])
         for module, kind in unit.named.items():
-            stack.callback(module.register_forward_pre_hook(functools.partial(enter, kind), prepend=True).remove)
-            left = module.register_forward_hook(functools.partial(leave, kind), always_call=True)
+            stack.callback(module.register_forward_pre_hook(in_this_thread(enter, kind), prepend=True).remove)
+            left = module.register_forward_hook(in_this_thread(leave, kind), always_call=True)
             stack.callback(left.remove)
         if unit.everywhere:
             stack.enter_context(unit.recording_mode(recorder))
