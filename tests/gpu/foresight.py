@@ -2,12 +2,17 @@
 take."""
 
 import json
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from autockpt.cost import build_profile, measure_op_times, uniform_graphs
+from autockpt.devices import get_device
 from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import WorkerMeasurer
 from autockpt.measuring.statistics import median_interval, ratio_interval
@@ -18,6 +23,7 @@ from autockpt.tracing.kernels.allocator import replay, requests
 from autockpt.tracing.kernels.cuda_memory import as_seen_by
 from tests.gpu.items import Context
 from tests.gpu.measuring import ghosts, never_timed, plans
+from tests.gpu.shapes import Rates
 
 PLANS = ("save everything", "recompute all", "every second", "keep attention", "offload all", "mixed")
 
@@ -90,3 +96,67 @@ def calibrate(context: Context) -> dict[str, Any]:
     if ran.returncode:
         raise RuntimeError(f"autockpt calibrate ended with {ran.returncode}: {ran.stderr.strip()[-400:]}")
     return json.loads(ran.stdout)
+
+
+def rates(context: Context) -> dict[str, Any]:
+    """What a time model of the card has to know: elementwise ops, norms' ops and softmax by size, how fast products
+    are in the first second and after half a minute, and what the optimizer's two ways take."""
+    shapes, device = context.shapes.rates, get_device(context.device).torch_device
+    rows: dict[str, Any] = {}
+    for size in shapes.sizes:
+        x = torch.randn(size << 9, 1024, device=device, dtype=torch.bfloat16)
+        full = x.float()
+        mean = full[:, :1].contiguous()
+        ops: dict[str, tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]] = {
+            "add": (lambda x=x: x + x, (x,)),
+            "to fp32": (lambda x=x: x.float(), (x,)),
+            "pow": (lambda y=full: y.pow(2), (full,)),
+            "mean": (lambda y=full: y.mean(-1, keepdim=True), (full,)),
+            "scale": (lambda y=full, m=mean: y * m, (full, mean)),
+            "softmax": (lambda y=full: torch.softmax(y, -1), (full,)),
+        }
+        for name, (op, reads) in ops.items():
+            seconds, made = _seconds(op, device), op()
+            moved = made.nbytes + sum(tensor.nbytes for tensor in reads)
+            rows[f"{name}, {size} MiB of bf16"] = {"seconds": seconds, "GB a second": moved / seconds / 1e9}
+        context.keep({"rows": rows})
+    rows |= _product_rates(shapes, device) | _optimizer_rates(shapes, device)
+    return {"rows": rows}
+
+
+def _product_rates(shapes: Rates, device: torch.device) -> dict[str, Any]:
+    """A product on random values, again and again: a card that is hot runs at a lower clock."""
+    m, k, n = shapes.product
+    first = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    second = torch.randn(k, n, device=device, dtype=torch.bfloat16)
+    began, taken = time.monotonic(), list[float]()
+    while time.monotonic() - began < shapes.seconds:
+        taken.append(_seconds(lambda: first @ second, device, batches=1))
+    found = {"in the first second": taken[0], "after all": statistics.median(taken[-5:])}
+    return {f"product, {w}": {"seconds": s, "TFLOP a second": 2 * m * k * n / s / 1e12} for w, s in found.items()}
+
+
+def _optimizer_rates(shapes: Rates, device: torch.device) -> dict[str, Any]:
+    """AdamW on bf16 values with states of their type: three tensors and the gradient are read, three written."""
+    found = {}
+    for way in ("foreach", "fused"):
+        values = [torch.randn(shapes.values // 64, device=device, dtype=torch.bfloat16) for _ in range(64)]
+        for value in values:
+            value.grad = torch.randn_like(value)
+        seconds = _seconds(torch.optim.AdamW(values, **{way: True}).step, device)
+        found[f"AdamW, {way}"] = {"seconds": seconds, "GB a second": 7 * 2 * shapes.values / seconds / 1e9}
+    return found
+
+
+def _seconds(run: Callable[[], object], device: torch.device, batches: int = 5, times: int = 10) -> float:
+    """The median over batches of calls one after another, which the device is waited for once each."""
+    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    found = []
+    for batch in range(batches + 1):  # one to warm up
+        wait()
+        began = time.perf_counter()
+        for _ in range(times):
+            run()
+        wait()
+        found += [(time.perf_counter() - began) / times] if batch else []
+    return statistics.median(found)

@@ -50,8 +50,8 @@ class Context:
 
 # What is worth most where there are ten minutes once; then the rest, by these parts.
 _FIRST = (
-    *("1-attention", "1-bits", "2-stress", "5-llama-1b-default-shape", "2-overlap", "4-llama-1b", "1-host-cost"),
-    *("1-released", "1-contract"),
+    *("1-kernels", "5-llama-1b-default-shape", "5-llama-1b-liger", "4-llama-1b", "2-overlap", "5-llama-8b-4-bits-lora"),
+    *("1-host-cost", "3-rates", "5-searches-llama-1b", "1-contract", "1-bits", "2-stress", "6-video"),
 )
 _PARTS = (1, 2, 5, 4, 3, 6)
 
@@ -66,7 +66,7 @@ def items_of(shapes: Any) -> list[Item]:
 def _all_of(shapes: Any) -> list[Item]:
     here = "tests.gpu"
     found = [
-        Item(1, "attention", f"{here}.runtime:attention", 120),
+        Item(1, "kernels", f"{here}.runtime:kernels", 120),
         Item(1, "bits", f"{here}.runtime:bits", 150),
         Item(1, "released", f"{here}.runtime:released", 150),
         Item(1, "host cost", f"{here}.runtime:host_cost", 150),
@@ -76,6 +76,7 @@ def _all_of(shapes: Any) -> list[Item]:
         Item(2, "disk tier", f"{here}.offload:disk_tier", 90),
         Item(2, "overlap", f"{here}.offload:overlap", 150),
         Item(3, "calibrate", f"{here}.foresight:calibrate", 240),
+        Item(3, "rates", f"{here}.foresight:rates", 120),
     ]
     found += [Item(4, name, f"{here}.foresight:foresight", 200, 60, subject=name) for name in shapes.foresight]
     for name, task in shapes.tasks.items():

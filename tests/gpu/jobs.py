@@ -6,9 +6,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import yaml
 from torch import nn
 
 from autockpt.errors import AutockptError, DeviceOutOfMemory, InfeasibleError
@@ -16,19 +18,24 @@ from autockpt.measuring import StepRunner
 from autockpt.measuring.failures import device_lost
 from autockpt.measuring.statistics import noise, ratio_interval
 from autockpt.runtime import attach
-from autockpt.schema import WorkloadSpec, parse_choice
-from autockpt.schema.choices import CHUNKED_LOSS, dump_choice
+from autockpt.schema import SAVE, WorkloadSpec, parse_choice
+from autockpt.schema.choices import dump_choice
 from autockpt.schema.plan import Plan
 from autockpt.workload import discover_head, discover_units
 from tests.evidence.bench.peers import PEERS, PLAIN
 from tests.evidence.bench.peers import Context as BenchContext
+from tests.evidence.bench.peers.losses import LOSSES
 from tests.evidence.bench.worker import PeerRunner
 from tests.gpu.items import Context
 from tests.gpu.measuring import plans, running
 from tests.gpu.shapes import Task
 
 OURS = "ours"
-RIVALS = (PLAIN, "recompute all", "every-n", "keep ops", "torch_remat", "offload all")
+RIVALS = (
+    *(PLAIN, "recompute all", "every-n", "keep ops", "torch_remat", "offload all", "inputs offloaded"),
+    "TRL's offload",
+)
+ANY_LOSS = (PLAIN, "every-n 2", "recompute all", "keep ops attention", "inputs offloaded")  # with other losses as well
 Attach = Callable[[nn.Module], Callable[[], None]]
 
 
@@ -44,15 +51,19 @@ def job(context: Context) -> dict[str, Any]:
         context.keep(data)
     spec = WorkloadSpec.model_validate(task.spec)
     with running(spec, context.device, PeerRunner) as (runner, units):
-        rows = _rows(task, runner, units) | _chunked_rows(task, runner, units)
+        rows = _rows(task, runner, units)
         alone = _alone(runner, rows)
         for budget in task.budgets:
             found = data["budgets"][budget]
             size = found["search"].get("budget bytes")
             if size is None:
                 continue
-            ours = {OURS: _ours(found["search"]["choices"])} if found["search"].get("choices") else {}
+            choices = found["search"].get("choices", {})
+            ours = {OURS: _ours(choices)} | _given_our_loss(runner, rows, choices) if choices else {}
             found["rows"] = _table(runner, rows | ours, alone, size, task.rounds)
+            if "input_ids" in runner.workload.batch:
+                for row in (row for row in found["rows"].values() if "step" in row):
+                    row["tokens a second"] = runner.workload.batch["input_ids"].numel() / row["step"]
             context.keep(data)
     if broke := [found["search"]["message"] for found in data["budgets"].values() if found["search"].get("broke")]:
         raise RuntimeError(f"a search broke: {broke[0]}")  # the next call tries again
@@ -82,14 +93,14 @@ def searches(context: Context) -> dict[str, Any]:
 
 def _searched(context: Context, task: Task, budget: str) -> dict[str, Any]:
     """``autockpt search``: its plan and what finding it took; or why there is none."""
-    command = [sys.executable, "-m", "autockpt", "search", "--budget", budget, "--device", context.device]
-    for name, value in task.spec.items():
-        option = f"--{name.replace('_', '-')}"
-        command += [option] if value is True else [option, str(value)]
+    job_file = context.out / f"{context.item.slug}.yaml"
+    job_file.write_text(yaml.safe_dump(task.spec, sort_keys=False))
+    command = [sys.executable, "-m", "autockpt", "search", "--job", str(job_file)]
+    command += ["--budget", budget, "--device", context.device]
     command += ["--trials", str(task.trials), "--timeout", f"{task.seconds}s", "--json", *task.options]
     command += ["--out", str(context.out / "searches")]
     ran = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
-    words = " ".join(["autockpt", *command[3:-2]])
+    words = " ".join(["autockpt", *command[3:-2]]).replace(str(job_file), job_file.name)
     if ran.returncode:
         said = [line for line in ran.stderr.splitlines() if line.strip()]
         message = " ".join(said[-4:])[:400] or f"ended with {ran.returncode}"
@@ -115,7 +126,7 @@ def _searched(context: Context, task: Task, budget: str) -> dict[str, Any]:
 
 
 def _rows(task: Task, runner: StepRunner, units: list[str]) -> dict[str, Attach]:
-    """Everybody else's ways, as the bench has them; of every n-th layer two."""
+    """Everybody else's ways, as the bench has them; of every n-th layer two, and some with other losses."""
     blocks = [unit for unit in discover_units(runner.workload.model) if unit.role == "block"]
     context = BenchContext(runner.workload, blocks, budgets={}, plain_peak=None)
     found: dict[str, Attach] = {}
@@ -127,19 +138,26 @@ def _rows(task: Task, runner: StepRunner, units: list[str]) -> dict[str, Attach]
         found[f"our {name}"] = _ours({unit: dump_choice(choice) for unit, choice in choices.items()})
     for share in task.compiled:
         found[f"torch.compile {share:g}"] = _peer("torch.compile", units, {"budget": share, "backend": "inductor"})
+    if task.losses:
+        for loss, how in LOSSES.items():
+            found |= {f"{name}, {loss}": partial(_both, how, found[name]) for name in ANY_LOSS if name in found}
     return found
 
 
-def _chunked_rows(task: Task, runner: StepRunner, units: list[str]) -> dict[str, Attach]:
-    """Where ours may run head and loss in chunks, the rules of thumb get it as well."""
+def _given_our_loss(runner: StepRunner, rows: Mapping[str, Attach], choices: Mapping[str, Any]) -> dict[str, Attach]:
+    """Rules of thumb with head and loss as our plan runs them, so that they are compared at the same loss."""
     head = discover_head(runner.workload.model)
-    if "--allow-inexact" not in task.options or head is None:
+    if head is None or choices.get(head.name, SAVE.kind) == SAVE.kind:
         return {}
-    chunked = {head.name: dump_choice(CHUNKED_LOSS)}
-    found = {}
-    for name, choices in plans(units, ("save everything", "recompute all", "every second", "offload all")).items():
-        found[f"{name}, loss in chunks"] = _ours({u: dump_choice(c) for u, c in choices.items()} | chunked)
-    return found
+    ours = _ours({head.name: choices[head.name]})
+    return {f"{name}, our loss": partial(_both, ours, rows[name]) for name in ANY_LOSS if name in rows}
+
+
+def _both(first: Attach, then: Attach, model: nn.Module) -> Callable[[], None]:
+    with ExitStack() as stack:
+        for how in (first, then):
+            stack.callback(how(model))
+        return stack.pop_all().close
 
 
 def _peer(name: str, units: list[str], setting: Mapping[str, Any]) -> Attach:

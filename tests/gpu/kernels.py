@@ -1,20 +1,23 @@
 """What a profiler saw on the device: kernels, copies, and how much of the copies ran beside kernels."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 Span = tuple[float, float]  # begin and end in seconds
+WAITS = re.compile(r"cu(da)?(Device|Stream|Ctx|Event)Synchronize|cudaMemcpy(2D)?$")
 
 
 @dataclass(frozen=True)
 class DeviceEvents:
-    """Intervals of one profiled stretch of work."""
+    """Intervals of one profiled stretch of work; ``waits``: calls by which the host waited for the device."""
 
     kernels: list[tuple[str, Span]]
     out: list[Span]
     back: list[Span]
+    waits: list[str]
 
 
 def profiled(fn: Callable[[], None], cuda: bool) -> DeviceEvents:
@@ -25,11 +28,13 @@ def profiled(fn: Callable[[], None], cuda: bool) -> DeviceEvents:
     with torch.profiler.profile(activities=activities) as recorded:
         fn()
         if cuda:
-            torch.cuda.synchronize()
-    found = DeviceEvents([], [], [])
+            torch.cuda.synchronize()  # the one wait that is not the step's
+    found = DeviceEvents([], [], [], [])
     for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
         name = event.name()
         if event.device_type().name == "CPU" or event.is_user_annotation():
+            if WAITS.match(name):
+                found.waits.append(name)
             continue
         span = event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9
         if name.startswith("Memcpy DtoH"):

@@ -1,5 +1,5 @@
-"""Part 1: kept attention does not run again, bits are those of plain training, memory is really released, and what a
-choice costs the host."""
+"""Part 1: a step's kernels are plain training's and what is recomputed, its bits are plain training's, memory is really
+released, and what a choice costs the host."""
 
 import re
 from collections import Counter
@@ -24,37 +24,42 @@ from tests.gpu.measuring import (
     running,
     wrong,
 )
-from tests.reruns import RunCounter
 
 ATTENTION_KERNELS = re.compile(r"flash|fmha|sdpa|cudnn.*attention|attention.*cudnn|efficient_attention", re.I)
 BACKWARD_KERNELS = re.compile(r"bwd|bprop|backward|dot_do_o|convert_dq", re.I)
+CHOICES = [kind for kind in choice_kinds("block") if kind != "compile_budget"]  # which saves what is not compiled
+UNCHECKED = 5  # calls after which the next one is neither checked nor recorded
 
 
-def attention(context: Context) -> dict[str, Any]:
-    """How often fused attention's forward runs in one step: by what units execute again, and on a GPU by its kernels.
+def kernels(context: Context) -> dict[str, Any]:
+    """What one step runs on the device under every choice, beside plain training.
 
-    A profiler's host side is no help: it also counts the calls that are answered with what was kept.
+    More kernels only where something is recomputed, none unknown to plain training, and no further wait of the host.
     """
-    spec = WorkloadSpec.model_validate(context.shapes.attention)
-    cuda = context.device != "cpu"
+    spec = WorkloadSpec.model_validate(context.shapes.kernels)
     rows: dict[str, Any] = {}
-    with running(spec, context.device) as (runner, units):
-        for name, choices in plans(units, ("save everything", "recompute all", "keep attention")).items():
+    plain, waits = Counter[str](), 0
+    with running(spec, context.device) as (runner, units), ghosts(spec, context.device) as tracer:
+        for kind in ("save", *(kind for kind in CHOICES if kind != "save")):
+            choices = dict.fromkeys(units, parse_choice(kind))
             with runner.attached(choices):
-                runner.run_cycle()
-                events = profiled(runner.run_cycle, cuda)
-                with RunCounter(runner.workload.model, choices).counting() as counter:
-                    runner.workload.forward_backward()
-            runs = sum(counter.counts.values(), Counter[str]())
-            kernels = [n for n, _ in events.kernels if ATTENTION_KERNELS.search(n) and not BACKWARD_KERNELS.search(n)]
-            rows[name] = {
-                "device seconds": total(merged(span for _, span in events.kernels)) if cuda else None,
-                "heavy ops once more": runs["again"],
-                "attentions": runs["attention forward"],
-                "of these once more": runs["attention again"],
-                "kernels": len(kernels),
-                "kernel_names": sorted(set(kernels))[:4],
+                for _ in range(UNCHECKED):
+                    runner.run_cycle()
+                events = profiled(runner.run_cycle, context.device != "cpu")
+            names = Counter(name for name, _ in events.kernels)
+            plain, waits = (names, len(events.waits)) if kind == "save" else (plain, waits)
+            fused = [n for n in names.elements() if ATTENTION_KERNELS.search(n) and not BACKWARD_KERNELS.search(n)]
+            rows[kind] = {
+                "device seconds": total(merged(span for _, span in events.kernels)),
+                "kernels": names.total(),
+                "more than plain": (names - plain).total(),
+                "fewer": (plain - names).total(),
+                "ops recomputed, ghost": sum(op.phase == "recompute" for op in tracer.trace(choices).ops),
+                "attentions forward": len(fused),
+                "further waits": len(events.waits) - waits,
+                "unknown to plain": sorted(names.keys() - plain.keys())[:3],
             }
+            context.keep({"rows": rows})
     return {"layers": len(units), "rows": rows}
 
 
@@ -70,9 +75,7 @@ def bits(context: Context) -> dict[str, Any]:
             with runner.attached({}):
                 wanted = gradients_of(runner)
                 repeats = not wrong(gradients_of(runner), wanted)
-            for kind in choice_kinds("block"):
-                if kind == "compile_budget":  # saves everything where nothing is compiled
-                    continue
+            for kind in CHOICES:
                 rows[f"{what}: {kind}"] = {"repeats": repeats, **_bits_of(runner, units, kind, wanted)}
                 context.keep({"rows": rows})
     return {"rows": rows}
@@ -91,7 +94,7 @@ def _bits_of(runner: StepRunner, units: list[str], kind: str, wanted: Mapping[st
 
 def released(context: Context) -> dict[str, Any]:
     """Bytes alive after forward, after backward and at the peak, beside the ghost run's, by plan."""
-    spec = WorkloadSpec.model_validate(context.shapes.attention)
+    spec = WorkloadSpec.model_validate(context.shapes.kernels)
     names = ("save everything", "recompute all", "keep attention", "offload all", "recompute and offload")
     rows: dict[str, Any] = {}
     with running(spec, context.device) as (runner, units), ghosts(spec, context.device) as tracer:

@@ -16,7 +16,18 @@ class Task:
     seconds: int = 75  # for each search
     rounds: int = 7
     compiled: tuple[float, ...] = ()
+    losses: bool = False  # other projects' losses among the rows
     part: int = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the time model is settled by: MiB of tensors, sides of a product and its seconds, an optimizer's values."""
+
+    sizes: tuple[int, ...] = (64, 128, 256, 512)
+    product: tuple[int, int, int] = (16_384, 4096, 14_336)
+    seconds: float = 30.0
+    values: int = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Shapes:
     device: str
     tests: tuple[str, ...]  # of the contract suite, as pytest's -k takes it; empty: all
     processes: int
-    attention: Spec
+    kernels: Spec
     bits: dict[str, Spec]
     searches: dict[str, tuple[Spec, tuple[str, ...]]]  # specs and budgets, by name
     host_rounds: int
@@ -36,6 +47,7 @@ class Shapes:
     foresight: dict[str, Spec]
     foresight_rounds: int
     quick_calibration: bool
+    rates: Rates
     tasks: dict[str, Task]
 
 
@@ -46,13 +58,14 @@ _BERT: Spec = {"model": "bert-base", "dtype": "bf16", "batch_size": 32, "seq_len
 _VIT: Spec = {"model": "vit-base", "dtype": "bf16", "batch_size": 128}
 _MAIN = _LLAMA | {"batch_size": 5, "seq_len": 2048}
 _LONG = _LLAMA | {"batch_size": 1, "seq_len": 32768}
+_LORA = _LLAMA | {"model": "llama-8b", "lora": 16}
 _CHUNKS = ("--allow-inexact",)
 
 CARD = Shapes(
     device="cuda",
     tests=(),
     processes=14,
-    attention=_LLAMA | {"batch_size": 1, "seq_len": 2048},
+    kernels=_LLAMA | {"batch_size": 1, "seq_len": 2048},
     bits={
         "bf16 weights": _LLAMA_SMALL | {"dtype": "bf16", "batch_size": 4, "seq_len": 512},
         "bf16 weights, dropout": _GPT2 | {"dtype": "bf16", "batch_size": 2, "seq_len": 512},
@@ -77,15 +90,21 @@ CARD = Shapes(
     },
     foresight_rounds=7,
     quick_calibration=False,
+    rates=Rates(),
     tasks={
         # 5 x 2048 tokens: by its ghost run save-everything takes 41 GB, and recomputing everything still 24 GB
         # allocated and 28 GB reserved, most of it logits: 24 GB can be had with softmax in chunks, which all searches
         # may use, 16 GB perhaps with head and loss in chunks only.
         "llama-1b": Task(_MAIN, ("32GB",)),
         "llama-1b chunked": Task(_MAIN, ("24GB", "16GB"), _CHUNKS),
-        "llama-1b default shape": Task(_LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), seconds=140, rounds=5),
-        "llama-8b lora": Task(
-            _LLAMA | {"model": "llama-8b", "lora": 16, "batch_size": 1, "seq_len": 2048}, ("24GB",), rounds=5
+        "llama-1b default shape": Task(
+            _LLAMA | {"batch_size": 4, "seq_len": 1536}, ("24GB",), seconds=140, rounds=5, losses=True
+        ),
+        # Liger's kernels, loss included, for everybody: by its ghost run save-everything takes 28 GiB
+        "llama-1b liger": Task(_LLAMA | {"batch_size": 8, "seq_len": 2048, "liger": True}, ("24GB",), rounds=5),
+        "llama-8b lora": Task(_LORA | {"batch_size": 1, "seq_len": 2048}, ("24GB",), rounds=5),
+        "llama-8b 4 bits lora": Task(
+            _LORA | {"batch_size": 2, "seq_len": 4096, "load_in_4bit": True}, ("24GB",), rounds=5
         ),
         "gpt2": Task(_GPT2 | {"dtype": "bf16", "batch_size": 32, "seq_len": 1024}, ("50%act",), seconds=45),
         "vit-base": Task(_VIT | {"batch_size": 256}, ("50%act",), seconds=45),
@@ -95,6 +114,7 @@ CARD = Shapes(
         "large batch": Task(
             _LLAMA | {"batch_size": 48, "seq_len": 512}, ("40GB",), _CHUNKS, trials=8, rounds=5, part=6
         ),
+        "video": Task({"model": "tests.gpu.video:video"}, ("60%act",), trials=4, rounds=3, part=6),
     },
 )
 
@@ -107,7 +127,7 @@ TINY = Shapes(
         "two_steps and sequential and offload",
     ),
     processes=1,
-    attention=_TINY,
+    kernels=_TINY,
     bits={"fp32": _TINY | {"batch_size": 2}, "autocast": _TINY | {"batch_size": 2, "autocast": "bf16"}},
     searches={"llama-tiny": (_TINY, ("75%",))},
     host_rounds=3,
@@ -122,9 +142,11 @@ TINY = Shapes(
     },
     foresight_rounds=3,
     quick_calibration=True,
+    rates=Rates(sizes=(1,), product=(64, 32, 32), seconds=0.5, values=1 << 12),
     tasks={
-        "llama-1b": Task(_TINY, ("70%", "60%"), trials=2, seconds=20, rounds=3),
+        "llama-1b": Task(_TINY, ("70%", "60%"), trials=2, seconds=20, rounds=3, losses=True),
         "llama-8b lora": Task(_TINY | {"lora": 2}, ("85%",), trials=2, seconds=20, rounds=3),
+        "video": Task({"model": "tests.gpu.video:small_video"}, ("70%act",), trials=2, seconds=20, rounds=3, part=6),
         "long sequence": Task(_TINY | {"batch_size": 1, "seq_len": 128}, ("70%",), _CHUNKS, trials=2, rounds=3, part=6),
     },
 )

@@ -8,7 +8,7 @@ from tests.evidence.bench.peers.by_remat import Remat
 from tests.evidence.bench.peers.compiled import MemoryBudget, RecomputeAllCompiled
 from tests.evidence.bench.peers.ours import Ours, OursInCompiledLayers, OursInCompiledModel
 from tests.evidence.bench.peers.sac_ilp import SacIlp
-from tests.evidence.bench.peers.save_on_cpu import SaveOnCpu
+from tests.evidence.bench.peers.save_on_cpu import InputsOnCpu, SaveOnCpu, TrlOffload
 
 PEERS: dict[str, Peer] = {
     peer.name: peer
@@ -18,6 +18,8 @@ PEERS: dict[str, Peer] = {
         NamedParts(),
         Remat(),
         SaveOnCpu(),
+        InputsOnCpu(),
+        TrlOffload(),
         SacIlp(),
         MemoryBudget(),
         RecomputeAllCompiled(),
