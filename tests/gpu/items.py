@@ -80,7 +80,8 @@ def _all_of(shapes: Any) -> list[Item]:
     ]
     found += [Item(4, name, f"{here}.foresight:foresight", 200, 60, subject=name) for name in shapes.foresight]
     for name, task in shapes.tasks.items():
-        limit = min(540, 150 + len(task.budgets) * (task.seconds + 90) + 150 * len(task.compiled))
+        rows = 150 * len(task.compiled) + 120 * task.losses
+        limit = min(540, 150 + len(task.budgets) * (task.seconds + 90) + rows)
         found.append(Item(task.part, name, f"{here}.jobs:job", limit, min(150, limit), subject=name))
     for name, (_, budgets) in shapes.searches.items():
         found.append(Item(5, f"searches {name}", f"{here}.jobs:searches", 60 + 75 * len(budgets), 90, subject=name))
