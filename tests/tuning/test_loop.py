@@ -199,6 +199,19 @@ def test_baselines_follow_the_machines_drift() -> None:
         assert row is not None and after[name].step_seconds == pytest.approx(2 * row.step_seconds, rel=0.02)
 
 
+def test_a_baseline_that_seems_as_fast_as_the_winner_is_timed_beside_it() -> None:
+    class SlowAtFirst(MadeUpDevice):  # so that baselines seem faster by what saving everything takes in the finals
+        def measure(self, choices: Any, **more: Any) -> Measurement:
+            found = super().measure(choices, **more)
+            return found.rescaled(2.0) if len(self.measured) == 1 else found
+
+    found = search(SlowAtFirst(), "50%act")
+    best = found.best
+    assert best is not None and best.measured is not None
+    fits = [t for t in found.trials.all if t.feasible and t.encoding == "baseline"]
+    assert fits and all(t.score_seconds >= best.score_seconds for t in fits)
+
+
 def test_the_number_of_trials_counts_candidates_alone() -> None:
     found = search(MadeUpDevice(8, noise=0.01), "50%act", trials=1)
     assert sum(t.encoding == "knobs" and t.measured is not None for t in found.trials.all) == 1

@@ -176,19 +176,28 @@ class Measured(Target):
             self.notes.append("The time limit left no room to measure the best plans interleaved.")
             return trials.best
         seconds = min(FINAL_SECONDS, seconds)  # for all finals until a winner holds the budget
+        timed = {t.number for t in compared}
         while finalists:
             began = self.clock.elapsed
-            fastest = self._fastest(trials, finalists, compared, baselines, seconds)
+            fastest, alike = self._fastest(trials, finalists, compared, baselines, seconds)
             seconds -= self.clock.elapsed - began
-            if (winner := self._confirmed(trials, fastest)).feasible:
+            timed |= {t.number for t in finalists}
+            # a rescaled time is no measurement: a baseline that looks as fast as the winner is timed beside it
+            others = [trials.all[t.number] for t in baselines if t.number not in timed]
+            others = [t for t in others if t.feasible and t.score_seconds <= fastest.score_seconds]
+            if others and first_rounds([fastest, *others, *compared]) <= self.clock.seconds_left:
+                finalists = [fastest, *others]
+            elif (winner := self._confirmed(trials, fastest)).feasible:
+                self.notes += [alike] if alike else []
                 return winner
-            finalists = self._finalists(trials)
+            else:
+                finalists = self._finalists(trials)
         return None
 
     def _fastest(
         self, trials: Trials, finalists: list[Trial], compared: Sequence[Trial], baselines: Sequence[Trial], left: float
-    ) -> Trial:
-        """Interleave the finalists and return the winner; all trials that took part get their new times.
+    ) -> tuple[Trial, str]:
+        """Interleave the finalists and return the winner, and a note on plans as fast; all that took part are retimed.
 
         Baselines that did not take part are rescaled by the change of plain training, as they were measured with
         it. Among plans that cannot be distinguished the preferred one wins.
@@ -220,10 +229,9 @@ class Measured(Target):
         error = min(max(AS_FAST, weighed_error(final.error, expected)), MOST_ERROR)
         named = preferred([trials.all[number] for number in times], times, trials.budget_bytes or 0, error)
         most = min(times.values()) * (1 + error)
-        if close := [f"#{number}" for number, each in times.items() if each <= most and number != named.number]:
-            alike = f"Trial #{named.number} and {', '.join(close)} cannot be distinguished at the noise of this machine"
-            self.notes.append(f"{alike}: {NAMED}.")
-        return named
+        close = ", ".join(f"#{n}" for n, each in times.items() if each <= most and n != named.number)
+        alike = f"Trial #{named.number} and {close} cannot be distinguished at the noise of this machine: {NAMED}."
+        return named, alike if close else ""
 
     def confirm(self, choices: Mapping[str, Choice], budget_bytes: int) -> Measurement | None:
         """Measure in a fresh process that enforces the budget as a limit.
