@@ -127,12 +127,16 @@ class RecordedUnit(CheckpointedUnit):
         self._compares = compares
         self.signatures: dict[Any, Signature] = {}
 
-    def next_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Signature, list[torch.Tensor], bool]:
+    def next_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Sequence[torch.Tensor | None]
+    ) -> tuple[Signature, list[torch.Tensor], bool]:
         """A call begins: its signature, the tensors that it is given, and whether it is to be recorded."""
         tensors: list[torch.Tensor] = []
         key: Any = None
         try:
-            key = self._key(args, kwargs, tensors)
+            # which weights train decides what is saved
+            trains = map(getattr, weights, itertools.repeat("requires_grad"), itertools.repeat(False))
+            key = *self._key(args, kwargs, tensors), *trains
             signature = self.signatures.get(key)
         except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
             key = signature = None
@@ -243,14 +247,15 @@ class RecordedCall:
 
     def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._unit = unit
-        self._signature, self._tensors, self.is_recorded = signature, _, _ = unit.next_call(args, kwargs)
+        weights = [home.get(name) for home, name in unit.weights]
+        self._signature, self._tensors, self.is_recorded = signature, _, _ = unit.next_call(args, kwargs, weights)
         self._observer = unit.check.observer(new=signature.recipe is None)
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: dict[int, int] | None = None  # positions that wait for a value
         self._stream: Any = None  # that they were made on
         if not self.is_recorded:
             assert signature.recipe is not None
-            self._follow(signature.recipe, [home.get(name) for home, name in unit.weights])
+            self._follow(signature.recipe, weights)
 
     def _follow(self, recipe: Recipe, weights: Sequence[torch.Tensor | None]) -> None:
         """Take what the recipe starts from."""

@@ -92,7 +92,7 @@ class Mlp(nn.Module):
 def gradients(layer: nn.Module, length: int, seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
     x = torch.randn(length, 64, requires_grad=True)
-    return list(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+    return list(torch.autograd.grad(layer(x).square().sum(), [x, *(p for p in layer.parameters() if p.requires_grad)]))
 
 
 @pytest.fixture
@@ -228,6 +228,19 @@ def test_a_number_or_name_that_a_layer_is_given_may_change(first: Any, then: Any
     recorded(model, [8] * 4)
     model.gives = then
     assert recorded(model, [8] * 4)[0] == 1
+
+
+def test_a_weight_may_be_frozen_and_train_again(recorded: Any) -> None:
+    class Scaling(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x.sin() * self.first).sin() * self.second)
+
+    layer = Scaling()
+    layer.first, layer.second = (nn.Parameter(torch.rand(8, 64)) for _ in range(2))
+    recorded(planned(layer), [8] * 4)
+    for trains in (False, True):
+        layer.first.requires_grad_(trains)
+        recorded(layer, [8] * 2)
 
 
 def test_a_counter_does_not_tell_calls_apart(recorded: Any) -> None:
