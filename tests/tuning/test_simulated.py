@@ -147,7 +147,8 @@ def test_weights_stay_gathered_where_that_pays(room: float, tmp_path: Path) -> N
     card = slow.model_copy(update={"memory_bytes": budget})
     asked = ask(tmp_path, card, "auto", workload=spec, space=SearchSpace().restricted(("recompute", "gathered")))
     found = run_search(asked)
-    without = run_search(asked.model_copy(update={"out": None, "space": SearchSpace().restricted(("recompute",))}))
+    none_gathered = {"start": found.plan, "space": SearchSpace().restricted(("recompute",))}
+    without = run_search(asked.model_copy(update={"out": None, **none_gathered}))
     assert found.plan is not None and without.plan is not None
     ours, theirs = found.plan.predicted, without.plan.predicted
     assert found.binding and without.binding == (room < 0)

@@ -141,6 +141,7 @@ def _seeds(request: SearchRequest, traced: TracedModel) -> tuple[dict[str, dict[
     forbidden = {*SearchSpace().choices} - {*traced.space.choices}  # what a search tries unless it may not, or cannot
     inexact = request.allow_inexact or request.compile is not None
     kept = {n: c for n, c in chosen.items() if n in blocks and c.kind not in forbidden and (c.exact or inexact)}
+    kept = {n: c for n, c in kept.items() if traced.space.gathered or not c.gathered}
     kept |= {n: c for n, c in chosen.items() if heads and n == heads.unit.name and c in heads.graphs}
     left_out = ", ".join(fold({n: c for n, c in chosen.items() if n not in kept}))
     notes = (f"Left out of the plan to start from, as this search does not try it: {left_out}.",) if left_out else ()
