@@ -122,7 +122,7 @@ def verdict_of(log: LogReading) -> str:
 def advice_of(log: LogReading) -> Iterator[str]:
     """What helps, by the log alone."""
     if log.host:
-        yield f"A plan for the device does not change that. {_OF_THE_HOST}"
+        yield f"A plan for the device does not change that: none was sought. {_OF_THE_HOST}"
     failure = log.failure
     if failure is None:
         return
