@@ -60,7 +60,7 @@ def no_room(nbytes: int, folder: str | Path, error: OSError) -> MeasurementError
     return MeasurementError(
         f"cannot keep {nbytes / 2**20:.0f} MiB of offloaded activations in {folder}: {error.strerror or error}",
         remedy=f"Free space there, set {FOLDER} (or TMPDIR) to a directory on a larger disk that you can write to, or "
-        "offload fewer units.",
+        "offload fewer units (a search: --choices without offload).",
     )
 
 
