@@ -50,7 +50,7 @@ def step_failed(error: BaseException, what: str) -> AutockptError:
     """The same for a training step: where no code of the user's took part, its model does not take its batch."""
     refused = (
         "The model does not take such a batch. Try other sizes, or bring a batch of your own: a function that returns "
-        "(model, batch), or autockpt.Step(model, batch)."
+        "(model, batch), or autockpt.Step(model, batch). A loss of your own is called as loss(model, batch)."
     )
     if isinstance(error, TypeError) and "'closure'" in str(error):
         several = (
