@@ -177,7 +177,7 @@ def blocks_of(tracer: Tracer) -> tuple[Unit, ...]:
             "the model has no repeated blocks, and no module that keeps much more for backward than it is given: "
             "there is nothing to choose for",
             remedy="Name modules as `units` (any whose forward is called), or move a part of the model's own forward "
-            "into a module; `autockpt explain` shows what is kept.",
+            "into a module; `autockpt explain --ops` shows every op and the bytes that are kept.",
         )
     return blocks
 
