@@ -45,11 +45,11 @@ def build_menus(
     representative alone; ``simulation`` gives a graph's seconds on the device, ``host_seconds`` what a choice costs the
     host besides its ops. Bytes are peaks over all micro-batches.
     """
-    plain = _GhostRun(base, [u.name for u in base.blocks()], simulation)
+    plain = _GhostStep(base, [u.name for u in base.blocks()], simulation)
     menus = []
     for kind, unit in representatives(base.blocks()).items():
 
-        def seconds(choice: Choice, run: _GhostRun, name: str = unit.name) -> dict[str, Any]:
+        def seconds(choice: Choice, run: _GhostStep, name: str = unit.name) -> dict[str, Any]:
             times = run.simulation.seconds_by_unit[name]
             found = {f"{phase}_seconds": times[phase] for phase in ("forward", "backward", "recompute")}
             copies = _copy_seconds(plain.simulation, run.simulation, times)
@@ -119,9 +119,9 @@ def head_menu(base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulat
 
     Its chunks run inside of the loss, not inside of its module, so its seconds are what the whole step gains or loses.
     """
-    plain = _GhostRun(base, [*(u.name for u in base.blocks()), head.name], simulation)
+    plain = _GhostStep(base, [*(u.name for u in base.blocks()), head.name], simulation)
 
-    def seconds(choice: Choice, run: _GhostRun) -> dict[str, Any]:
+    def seconds(choice: Choice, run: _GhostStep) -> dict[str, Any]:
         more = run.simulation.step_seconds - plain.simulation.step_seconds
         return {"forward_seconds": 0.0, "backward_seconds": more, "recompute_seconds": 0.0}
 
@@ -129,15 +129,15 @@ def head_menu(base: Graph, head: Unit, variants: Mapping[Choice, Graph], simulat
 
 
 def _menu(
-    plain: _GhostRun,
+    plain: _GhostStep,
     unit: Unit,
     variants: Mapping[Choice, Graph],
     simulation: Simulate,
-    seconds: Callable[[Choice, _GhostRun], dict[str, Any]],
+    seconds: Callable[[Choice, _GhostStep], dict[str, Any]],
 ) -> Menu:
     """The menu of a unit from its ghost runs: the bytes of saving plus the difference of each choice."""
     index = plain.units.index(unit.name)
-    runs = [(SAVE, plain), *((choice, _GhostRun(graph, plain.units, simulation)) for choice, graph in variants.items())]
+    others = ((choice, _GhostStep(graph, plain.units, simulation)) for choice, graph in variants.items())
     items = [
         MenuItem(
             choice=choice,
@@ -145,7 +145,7 @@ def _menu(
             **seconds(choice, run),
             host_bytes=max(0, run.host_bytes - plain.host_bytes),
         )
-        for choice, run in runs
+        for choice, run in ((SAVE, plain), *others)
     ]
     levels = _saved_levels(plain, index, unit.name)
     return Menu(kind=unit.kind, representative=unit.name, items=_lifted(items, levels))
@@ -159,25 +159,24 @@ class _Bytes(NamedTuple):
     backward_peak_bytes: int = 0
 
 
-class _GhostRun:
-    """A ghost run with its simulation, and its peak in each of its op ranges."""
+class _GhostStep:
+    """A ghost-run step with its simulation, and its peak in each of its op ranges."""
 
     def __init__(self, graph: Graph, units: Sequence[str], simulation: Simulate) -> None:
         self.graph, self.units, self.simulation = graph, units, simulation(graph)
         self.ranges = op_ranges(graph, units)
         self.peaks = {r.key: peak for r, peak in zip(self.ranges, range_peaks(graph, self.ranges), strict=True)}
 
-    def peak(self, key: tuple, ranges: Sequence[OpRange]) -> int:
-        """The peak of a range of another run's ``ranges``; if this run lacks it, of the nearest range before it."""
-        keys = [r.key for r in ranges]
-        return next(self.peaks[k] for k in reversed(keys[: keys.index(key) + 1]) if k in self.peaks)
+    def matching(self, plain: _GhostStep) -> dict[tuple, OpRange]:
+        """For each range of the ``plain`` step, by its key, this step's own; where it lacks one, the one before."""
+        own, match, found = {r.key: r for r in self.ranges}, self.ranges[0], dict[tuple, OpRange]()
+        for r in plain.ranges:
+            found[r.key] = match = own.get(r.key, match)
+        return found
 
-    def foreign_bytes(self, key: tuple, mine: set[str]) -> int:
+    def foreign_bytes(self, op_range: OpRange, mine: set[str]) -> int:
         """Bytes of activations that were made outside the units ``mine`` and are alive at the peak of a range."""
-        found = next((r for r in self.ranges if r.key == key), None)
-        if found is None:
-            return 0
-        at = found.first + int(np.argmax(bytes_timeline(self.graph)[found.first : found.end]))
+        at = op_range.first + int(np.argmax(bytes_timeline(self.graph)[op_range.first : op_range.end]))
         return sum(
             s.bytes
             for s in self.graph.storages
@@ -195,29 +194,33 @@ class _GhostRun:
         )
 
 
-def _byte_changes(plain: _GhostRun, variant: _GhostRun, index: int, *, shares: bool) -> _Bytes:
+def _byte_changes(plain: _GhostStep, variant: _GhostStep, index: int, *, shares: bool) -> _Bytes:
     """Differences of bytes, the largest of any micro-batch. ``shares``: subtract what all units share."""
     found: list[_Bytes] = []
+    matching = variant.matching(plain)
     # an input that only this unit keeps is its neighbour's output
     mine = set(plain.units[max(0, index - 1) : index + 1])
     # a stage of a pipeline fills up before its first backward: what a choice changes shows when it is full
     filling = plain.graph.in_flight - 1
+
+    def change(r: OpRange) -> int:
+        return variant.peaks[matching[r.key].key] - plain.peaks[r.key]
+
     for m in sorted({r.micro_batch for r in plain.ranges if r.micro_batch >= filling}):
         kept_at, own, neighbours = _ranges_of(plain.ranges, m, index)
         if kept_at is None:
             continue
-        kept = variant.peak(kept_at, plain.ranges) - plain.peaks[kept_at]
-        shared = max(0, variant.foreign_bytes(kept_at, mine) - plain.foreign_bytes(kept_at, mine)) if shares else 0
+        kept, there = change(kept_at), matching[kept_at.key]
+        shared = max(0, variant.foreign_bytes(there, mine) - plain.foreign_bytes(kept_at, mine)) if shares else 0
         both = []
         for place in ("forward", "backward"):
-            changed = _differences(plain, variant, own[place])
-            left_behind = sum(max(0, d - kept) for d in _differences(plain, variant, neighbours[place]))
-            both.append(sum(changed) + left_behind)
+            left_behind = sum(max(0, change(r) - kept) for r in neighbours[place])
+            both.append(sum(map(change, own[place])) + left_behind)
         found.append(_Bytes(kept - shared, *both))
     return _Bytes(*map(max, zip(*found, strict=True)))
 
 
-def _ranges_of(ranges: Sequence[OpRange], m: int, index: int) -> tuple[tuple | None, dict, dict]:
+def _ranges_of(ranges: Sequence[OpRange], m: int, index: int) -> tuple[OpRange | None, dict, dict]:
     """The range that shows the kept bytes of a unit in micro-batch ``m``, the unit's ranges, and its neighbours'."""
     forwards = [r for r in ranges if r.micro_batch == m and r.part == "forward"]
     backwards = [r for r in ranges if r.micro_batch == m and r.part == "backward"]
@@ -237,11 +240,7 @@ def _ranges_of(ranges: Sequence[OpRange], m: int, index: int) -> tuple[tuple | N
         "forward": [r for r in forwards if r.first >= own_forward.end],
         "backward": [r for r in backwards if own_backward is not None and r.end <= own_backward.first],
     }
-    return (rest or own_forward).key, own, neighbours
-
-
-def _differences(plain: _GhostRun, variant: _GhostRun, ranges: Sequence[OpRange]) -> list[int]:
-    return [variant.peaks[r.key] - plain.peaks[r.key] for r in ranges if r.key in variant.peaks]
+    return rest or own_forward, own, neighbours
 
 
 def _copy_seconds(plain: Simulation, variant: Simulation, times: Mapping[str, float]) -> float:
@@ -263,7 +262,7 @@ def _lifted(items: Sequence[MenuItem], levels: _Bytes) -> tuple[MenuItem, ...]:
     return tuple(items)
 
 
-def _saved_levels(plain: _GhostRun, index: int, name: str) -> _Bytes:
+def _saved_levels(plain: _GhostStep, index: int, name: str) -> _Bytes:
     """Bytes of the storages of a unit that saves: kept from forward to backward, and the most during each."""
     spans = {r.part: r for r in reversed(plain.ranges) if r.unit == index and r.part in ("forward", "backward")}
     if "forward" not in spans:

@@ -11,7 +11,7 @@ from autockpt.cost.op_ranges import op_ranges
 from autockpt.cost.problem import NEARLY_FREE, build_problem, hidden_copies, point_bytes
 from autockpt.cost.simulation import Simulation
 from autockpt.schema.choices import OFFLOAD, RECOMPUTE, SAVE, Choice, Offload
-from autockpt.schema.graph import Graph
+from autockpt.schema.graph import Graph, Storage
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.solvers import Checked, refine
 from autockpt.solvers.problem import Option, Problem, UnitOptions, peak_of, seconds_of
@@ -62,6 +62,16 @@ def test_the_linear_peak_is_the_ghost_peak_of_any_mix(how):
     for kinds in itertools.product(CHOICES, repeat=len(NAMES)):
         choices = dict(zip(NAMES, kinds, strict=True))
         assert peak_of(problem, choices) == step(NAMES, choices, **how).peak_bytes
+
+
+def test_memory_that_all_layers_share_is_no_layers_cost():
+    """Also where a choice leaves no op of a range that plain training has."""
+    alone = step(NAMES, {"layers.2": RECOMPUTE})
+    table = Storage(id=len(alone.storages), bytes=10**4, birth=0, death=None)
+    ops = tuple(replace(op, unit="layers.4") if op.target == "head" else op for op in alone.ops)
+    shared = alone.model_copy(update={"ops": ops, "storages": (*alone.storages, table)})
+    menus = [build_menus(step(NAMES), {(0, RECOMPUTE): graph}, simulation)[0] for graph in (alone, shared)]
+    assert len({menu.items[1].kept_bytes for menu in menus}) == 1
 
 
 def test_costs_are_scaled_by_kind_of_choice():
