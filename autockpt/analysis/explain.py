@@ -154,7 +154,7 @@ def explain_step(
         times = cost_model.profile.op_times
         return _explanation(
             known,
-            _basis(times, "by an earlier search") if target.scoring.knows_seconds else ("nominal", _NOMINAL),
+            _basis(times, "by an earlier search") if target.knows_seconds else ("nominal", _NOMINAL),
             (traced.plain, graph),
             head.name if head is not None else None,
             known.reach(choices).peak_bytes,

@@ -90,7 +90,11 @@ class SearchRequest(Data):
 
     @property
     def measures(self) -> bool:
-        """Whether real steps are measured; else ghost runs and op times simulate them."""
+        """Whether candidates take real steps; else ghost runs and op times simulate them.
+
+        A simulation tries a single candidate: the solver plans with the very costs that it simulates, so nothing can be
+        learned from the result.
+        """
         return self.hardware is None and not self.simulate
 
     @property

@@ -98,7 +98,7 @@ class Loop:
             else:
                 # progress counts candidates; in a simulation, which tries one, ghost runs of that
                 steps = max(0, self.max_candidates - self.trials.spent)
-                steps = steps if self.target.scoring.measures else CHECKS + 1
+                steps = steps if self.target.request.measures else CHECKS + 1
                 self.clock.listener.stage("search", steps)
                 self._try(self.proposer.candidates(self))
                 self.clock.listener.stage("finals")
@@ -177,14 +177,14 @@ class Loop:
     def _score(self, candidate: Candidate) -> None:
         """Score a new plan and record the trial. A plan that crashed too many processes is not measured again."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
-        if candidate.score is not None or not self.target.scoring.measures:
+        if candidate.score is not None or not self.target.request.measures:
             score = candidate.score or self.target.score(candidate, budget_bytes)
             trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
         else:
             with self.trials.measuring(candidate.choices) as ended:
                 score = _GIVEN_UP if ended >= MAX_CRASHES else self.target.score(candidate, budget_bytes)
                 trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
-        if self.target.scoring.measures or self.target.scoring.knows_seconds:
+        if self.target.request.measures or self.target.knows_seconds:
             self.clock.listener.trial(trial, self.trials.best)
         else:  # its seconds only rank plans
             self.clock.listener.advance()

@@ -32,18 +32,19 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
     ``cost_model`` is None where nothing is predicted.
     """
     asked, environment, best = prepared.request, prepared.environment, loop.best
+    source: PlanStatus = "measured" if asked.measures else "simulated"
     target, trials, baselines, clock = loop.target, loop.trials.all, loop.proposer.baselines, loop.clock
     notes = [*target.notes, *loop.trials.notes]
-    if cost_model is not None and target.scoring.knows_seconds and (pace := _pace(loop.trials)) is not None:
+    if cost_model is not None and target.knows_seconds and (pace := _pace(loop.trials)) is not None:
         forget_op_times(environment, prepared.workload_key)
         notes.append(
             f"Steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
             "these were measured. The search went by its own steps; the next one measures op times again."
         )
-    scored = [t for t in trials if t.score is not None or not target.scoring.measures]
+    scored = [t for t in trials if t.score is not None or not asked.measures]
     tried = [(name, trial) for name, plan in baselines.items() if (trial := loop.trials.find(plan)) is not None]
     tried += [(OURS, best)] if best is not None else []
-    rows = tuple(_row(name, trial, asked.host_budget, target.scoring.knows_seconds) for name, trial in tried)
+    rows = tuple(_row(name, trial, asked.host_budget, target.knows_seconds) for name, trial in tried)
     plan = None
     if best is not None:
         notes.extend(_plan_notes(best, prepared.traced.tracer.head))
@@ -51,7 +52,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             notes.extend(host_notes(environment, score.host_bytes, asked.host_budget))
         if asked.hardware is not None and cost_model is not None:
             notes.extend(waits_for_host(asked.hardware, cost_model.predictor.graph(best.choices)))
-        plan = _plan(prepared, best, loop.budget, target.scoring.source, rows, notes)
+        plan = _plan(prepared, best, loop.budget, source, rows, notes)
         if run is not None:
             run.write_plan(plan)
             if cost_model is not None:  # for the page and `explain`, as far as time allows
@@ -62,7 +63,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
             notes.append(offer)
     outcome = SearchOutcome(
         plan=plan,
-        source=target.scoring.source,
+        source=source,
         budget=loop.budget,
         device=environment.device,
         rows=rows,

@@ -15,7 +15,8 @@ from tests.tuning.device import MadeUpDevice
 def half() -> tuple[CostModel, PredictedPlans, Trials]:
     made = MadeUpDevice(4).profiled()
     space = SearchSpace().restricted(("save", "recompute", "offload"))
-    request = SearchRequest(budget=parse_budget("50%act"), workload=WorkloadSpec(model="made up"), space=space)
+    spec = WorkloadSpec(model="made up")
+    request = SearchRequest(budget=parse_budget("50%act"), workload=spec, space=space, simulate=True)
     return made, *searched(request, made, Simulated(request, Clock(Silence())))
 
 

@@ -84,7 +84,8 @@ def test_the_disk_tier_is_tried_where_the_host_budget_binds(on_gpu: Tracer):
 
 def solved(known: CostModel, budget: str, space: SearchSpace) -> Loop:
     """What a simulated search finds."""
-    request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, host_budget=known.host_budget)
+    bound = {"host_budget": known.host_budget, "simulate": True}
+    request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, **bound)
     clock, trials = Clock(Silence()), Trials(None)
     target = Simulated(request, clock)
     loop = Loop(SolverProposer(request, known, target, trials, clock), target, trials, 1, clock)

@@ -62,9 +62,8 @@ def search(
     """What the loop finds with the solver's plans. ``own_sampler``: with the sampler of real searches, which fits a
     Gaussian process before each trial; drawing at random costs nothing, and what the loop does is the same."""
     clock = clock or Clock(listener or Silence(), timeout)
-    request = SearchRequest(
-        budget=parse_budget(budget).with_headroom(headroom), space=SearchSpace(), trials=trials, host_budget=host_budget
-    )
+    more = {"trials": trials, "host_budget": host_budget, "simulate": simulated}
+    request = SearchRequest(budget=parse_budget(budget).with_headroom(headroom), space=SearchSpace(), **more)
     target = Simulated(request, clock) if simulated else Measured(request, clock, device)  # type: ignore[arg-type]
     if confirm is not None:
         target.confirm = confirm  # type: ignore[union-attr]

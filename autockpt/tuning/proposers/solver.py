@@ -113,7 +113,7 @@ class SolverProposer(Proposer):
             raise self.infeasible()
         run, name, storage = self.trials.run, "search", None
         if run is not None:  # no other run has a study of this name in a storage that several share
-            own = run.storage if self.target.scoring.measures else None  # a simulation asks for few points
+            own = run.storage if self.request.measures else None  # a simulation asks for few points
             name, storage = f"{run.path.name}-{run.id}", self.request.storage or own
         sampler = sampler_for(self.request.seed + self.trials.resumed)
         knobs = knobs_for(self.request.space.choices, copies_hide=self.device.copy_queues)
@@ -125,7 +125,7 @@ class SolverProposer(Proposer):
             if name in (NONE, ALL) or not loop.used_up():
                 candidate = self._candidate(choices, name, "baseline")
                 yield replace(candidate, outclassed=self._is_outclassed(candidate))
-        if not self.trials.scored and self.cost_model.head is None and self.target.scoring.measures:
+        if not self.trials.scored and self.cost_model.head is None and self.request.measures:
             raise self.infeasible()
 
     def _is_outclassed(self, candidate: Candidate) -> bool:
@@ -191,7 +191,7 @@ class SolverProposer(Proposer):
 
         One plan of the solver is tried even if tracing and profiling used up the time limit.
         """
-        measures, tried, repeats = self.target.scoring.measures, 0, 0
+        measures, tried, repeats = self.request.measures, 0, 0
         most = MOST_REPEATS if measures else SIMULATED_REPEATS
         # in a simulation progress counts ghost runs
         with self.cost_model.predictor.watched(Silence() if measures else self.clock.listener):
@@ -221,7 +221,7 @@ class SolverProposer(Proposer):
         for name, choices in self.seeds.items():
             fits = self._predict(choices).peak_bytes <= self._budget.bytes
             yield self._candidate(choices, name, "seed", fits=fits)
-        if self.target.scoring.measures:  # measured steps correct the costs
+        if self.request.measures:  # measured steps correct the costs
             yield from self._simple_candidates()
         points = self._first_points()
         if not any(point.get(HIDDEN_COPIES) for point in points):  # then the sampler need not try it either
@@ -237,7 +237,7 @@ class SolverProposer(Proposer):
         kinds = {option.choice.kind for unit in problem.units for option in unit.options if unit.name != problem.head}
         accepted: list[Accept] = [lambda *_: True]
         calls = SIMPLE_CALLS * len(kinds)
-        slow = not self.target.scoring.measures or self._affordable(calls) < calls
+        slow = not self.request.measures or self._affordable(calls) < calls
         if not slow:  # a ghost run for every kind of choice is affordable
             accepted += [partial(_of_kind, kind) for kind in sorted(kinds - {SAVE.kind})]
         found = [self._split_plan(problem, pair) for pair in accepted]
@@ -249,7 +249,7 @@ class SolverProposer(Proposer):
         """Leaner and split plans as fast as the best; simple plans where nothing fits yet and these were not tried."""
         best = self.trials.best
         if best is None:
-            yield from () if self.target.scoring.measures else self._simple_candidates()
+            yield from () if self.request.measures else self._simple_candidates()
             return
         hidden = float(best.parameters.get(HIDDEN_COPIES, 0.0))
         problem = self._problem(self._fit.scale, hidden=hidden)
@@ -314,9 +314,9 @@ class SolverProposer(Proposer):
     def _nothing_left(self) -> str:
         """Why no better plan can be found; empty if one may be."""
         tried = [t for t in self.trials.all if t.encoding == KNOBS]
-        if not self.target.scoring.measures and (any(t.feasible for t in tried) or len(tried) >= MOST_MISSES):
+        if not self.request.measures and (any(t.feasible for t in tried) or len(tried) >= MOST_MISSES):
             return "the solver's plan is refined, and in a simulation nothing else can beat it by much"
-        if self.target.scoring.measures and (self._optimum_is_beaten() or self._optimum_was_tried()):
+        if self.request.measures and (self._optimum_is_beaten() or self._optimum_was_tried()):
             return "with costs corrected by these trials no plan can be faster than the best by more than the noise"
         return ""
 

@@ -13,29 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from autockpt.cost import CostModel, local_memory, simulated_memory
-from autockpt.schema import SAVE, Choice, Environment, Graph, PlanStatus, SearchRequest, SearchSpace, Trial
+from autockpt.schema import SAVE, Choice, Environment, Graph, SearchRequest, SearchSpace, Trial
 from autockpt.schema.names import fold
 from autockpt.schema.plan import NEVER_CALLED
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.traced_model import TracedModel, less_than_asked
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
 
 CHECKS = 8
 """Ghost runs that refine one candidate, at most."""
-
-
-@dataclass
-class Scoring:
-    """How a target scores candidates: by measured or simulated steps. Without ``knows_seconds`` its seconds only rank
-    plans and are not shown."""
-
-    source: PlanStatus = "measured"
-    knows_seconds: bool = True
-
-    @property
-    def measures(self) -> bool:
-        """Whether candidates take real steps. A simulation tries a single candidate: the solver plans with the very
-        costs that it simulates, so nothing can be learned from the result."""
-        return self.source == "measured"
 
 
 @dataclass(frozen=True)
@@ -91,15 +77,18 @@ class Prepared:
         return (local_memory(self.environment) if hardware is None else simulated_memory(hardware))(graph)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Target:
     """Traces the step, builds the cost model, scores candidates and chooses the winner, in this order.
 
-    ``notes`` are shown to the user with the answer.
+    Whether it takes real steps, the ``request`` says. Without ``knows_seconds`` its seconds only rank plans and are not
+    shown. ``notes`` are shown to the user with the answer.
     """
 
-    scoring: Scoring = field(default_factory=Scoring)
-    notes: list[str] = field(default_factory=list)
+    request: SearchRequest
+    clock: Clock
+    knows_seconds: bool = field(default=True, init=False)
+    notes: list[str] = field(default_factory=list, init=False)
 
     def trace(self, stack: ExitStack) -> Prepared:
         """Ghost-run the request's step; ``stack`` closes what later ghost runs need. Raises UsageError."""

@@ -15,7 +15,7 @@ from autockpt.errors import DeviceOutOfMemory
 from autockpt.measuring import Measurer, WorkerMeasurer
 from autockpt.measuring.base import beats_counted, cycles_to_time
 from autockpt.measuring.device_lock import host_link_lock
-from autockpt.schema import Choice, Measurement, OpTimes, SearchRequest, SearchSpace, Trial, plan_hash
+from autockpt.schema import Choice, Measurement, OpTimes, SearchSpace, Trial, plan_hash
 from autockpt.schema.baselines import NONE
 from autockpt.tracing import Tracer
 from autockpt.tuning.clock import PROFILING, TIMING, Clock
@@ -60,8 +60,6 @@ class Measured(Target):
     Candidates are measured one by one, the best few again interleaved, and the winner once more in a fresh process.
     """
 
-    request: SearchRequest
-    clock: Clock
     measurer: Measurer
     step_seconds: float = field(default=1.0, init=False)  # of the last plan
     measured_before: dict[str, Measurement] = field(default_factory=dict, init=False)  # for the profile, by plan
@@ -91,7 +89,7 @@ class Measured(Target):
         times = self._op_times(prepared)
         cost_model = _cost_model(prepared, self.clock, times)
         if times is None:
-            self.scoring.knows_seconds = False
+            self.knows_seconds = False
             self.notes.append("The time limit left no room to time ops: nominal rates of the device ranked choices.")
         return cost_model
 

@@ -9,11 +9,10 @@ from autockpt.cost import CostModel, cached_op_times, local_memory, memory_note,
 from autockpt.cost.roofline import environment_of_hardware
 from autockpt.interpreter import collection_paused
 from autockpt.policies.offload import MOVING
-from autockpt.schema import SAVE, Choice, OpTimes, Plan, Remake, SearchRequest, SearchSpace, Selective
+from autockpt.schema import SAVE, Choice, OpTimes, Plan, Remake, SearchSpace, Selective
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import open_tracer
-from autockpt.tuning.clock import Clock
-from autockpt.tuning.targets.base import Prepared, Scoring, Target
+from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.traced_model import device_of, local_device, trace_for_hardware, trace_model, tracer_of
 from autockpt.tuning.trials import Candidate, Score
 
@@ -26,10 +25,7 @@ class Simulated(Target):
     rates, which only rank choices. The menus also have the choices of a ``plan`` that is to be explained.
     """
 
-    request: SearchRequest
-    clock: Clock
     plan: Plan | None = None
-    scoring: Scoring = field(default_factory=lambda: Scoring("simulated"), kw_only=True)
     choices: dict[str, Choice] = field(default_factory=dict, init=False)  # the plan's, by unit
 
     def trace(self, stack: ExitStack) -> Prepared:
@@ -78,7 +74,7 @@ class Simulated(Target):
         lean = (traced.uniform.get("recompute") or traced.uniform["save"])[1]  # it has every op that is timed
         if (cached := cached_op_times(prepared.environment, [lean, *traced.of_heads], key)) is not None:
             return cached
-        self.scoring.knows_seconds = False
+        self.knows_seconds = False
         return traced.nominal(prepared.environment)
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
