@@ -81,12 +81,12 @@ def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) 
 
 def searched(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[PredictedPlans, Trials]:
     """The plans that a simulated search tries, and those for other budgets; its trials know the budget in bytes."""
-    clock, trials = target.clock, Trials(None)
-    proposer = SolverProposer(request, cost_model, target, trials, clock)
+    trials = Trials(None)
+    proposer = SolverProposer(request, cost_model, target, trials, {})
     saving = proposer.baselines[NONE]
     known = PredictedPlans(saving, cost_model.predictor.predict(saving))
     try:
-        loop = Loop(proposer, target, trials, request.trials, clock)
+        loop = Loop(proposer, target, trials)
         loop.run()
         if loop.interrupted:
             raise KeyboardInterrupt

@@ -13,7 +13,6 @@ from typing import NoReturn, Protocol
 from autockpt.errors import AutockptError, MeasurementError, TimeLimitReached
 from autockpt.schema import Choice, ResolvedBudget, Trial
 from autockpt.schema.baselines import NONE
-from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.base import CHECKS, Target
 from autockpt.tuning.trials import Candidate, Score, Trials
 
@@ -60,21 +59,22 @@ class Proposer(Protocol):
 class Loop:
     """One search: ``proposer`` yields candidates, ``target`` scores them, ``trials`` records the scores.
 
-    At most ``max_candidates`` are tried within the ``clock``'s time limit. After ``run``, ``best`` is the result (None
-    where it was ``interrupted`` before any plan that fits was measured) and ``stopped`` the reason why it ended.
-    ``last_seconds`` is how long the last candidate took, its ghost runs included.
+    At most as many candidates are tried as the target's request says, within the time limit of its clock. After
+    ``run``, ``best`` is the result (None where it was ``interrupted`` before any plan that fits was measured) and
+    ``stopped`` the reason why it ended. ``last_seconds`` is how long the last candidate took, its ghost runs included.
     """
 
     proposer: Proposer
     target: Target
     trials: Trials
-    max_candidates: int
-    clock: Clock
     best: Trial | None = None
     interrupted: bool = False
     stopped: str = ""
     last_seconds: float = 0.0
     _more_is_faster: bool = False
+
+    def __post_init__(self) -> None:
+        self.clock, self.max_candidates = self.target.clock, self.target.request.trials
 
     def run(self) -> None:
         """Search until the trials, the time or the plans are used up. Ctrl-C ends the search with the best plan so far.

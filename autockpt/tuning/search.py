@@ -111,7 +111,7 @@ def _search(
         if cost_model is not None:
             if run is not None:
                 run.write_profile(cost_model.profile)
-            proposer = SolverProposer(prepared.request, cost_model, target, trials, clock, seeds=prepared.seeds)
+            proposer = SolverProposer(prepared.request, cost_model, target, trials, prepared.seeds)
             if run is not None and ALL in proposer.baselines:  # for the page; ghost-run as a baseline
                 run.write_graph(cost_model.predictor.graph(proposer.baselines[ALL]), "recompute")
         else:  # steps can only be measured
@@ -119,7 +119,7 @@ def _search(
             layers = [unit.name for unit in blocks_of(prepared.traced.tracer)]
             room = prepared.environment.device.capacity_bytes - prepared.used_by_others
             proposer = SplitProposer(prepared.request, layers, target, trials, room=room, seeds=prepared.seeds)
-        loop = Loop(proposer, target, trials, request.trials, clock)
+        loop = Loop(proposer, target, trials)
         loop.run()
     except InfeasibleError as error:
         explain_refusal(error, prepared, run, cost_model, clock)

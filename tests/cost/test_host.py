@@ -86,9 +86,8 @@ def solved(known: CostModel, budget: str, space: SearchSpace) -> Loop:
     """What a simulated search finds."""
     bound = {"host_budget": known.host_budget, "simulate": True}
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, **bound)
-    clock, trials = Clock(Silence()), Trials(None)
-    target = Simulated(request, clock)
-    loop = Loop(SolverProposer(request, known, target, trials, clock), target, trials, 1, clock)
+    target, trials = Simulated(request, Clock(Silence())), Trials(None)
+    loop = Loop(SolverProposer(request, known, target, trials, {}), target, trials)
     loop.run()
     return loop
 

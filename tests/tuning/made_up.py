@@ -55,7 +55,7 @@ def search(
     timeout: float | None = None,
     confirm: Any = None,
     simulated: bool = False,
-    seeds: Mapping[str, Mapping[str, Choice]] | None = None,
+    seeds: Mapping[str, Mapping[str, Choice]] = {},
     host_budget: int | None = None,
     headroom: str | None = None,
 ) -> Loop:
@@ -69,11 +69,11 @@ def search(
         target.confirm = confirm  # type: ignore[union-attr]
     tried = Trials(run)
     profiled = device.profiled(host_budget=host_budget)
-    proposer = SolverProposer(request, profiled, target, tried, clock, seeds=seeds)
+    proposer = SolverProposer(request, profiled, target, tried, seeds)
     with pytest.MonkeyPatch.context() as patch:
         if not own_sampler:
             patch.setattr(solver, "sampler_for", lambda seed: RandomSampler(seed))
-        loop = Loop(proposer, target, tried, trials, clock)
+        loop = Loop(proposer, target, tried)
         loop.run()
     return loop
 

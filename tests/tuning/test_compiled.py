@@ -61,7 +61,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     tried = Trials(run)
     target = Compiled(measurer=compiler, clock=clock, request=request)  # type: ignore[arg-type]
     proposer = SplitProposer(request, NAMES, target, tried, room=10**6, seeds=more.pop("seeds", {}))
-    loop = Loop(proposer, target, tried, trials, clock)
+    loop = Loop(proposer, target, tried)
     loop.run()
     return loop
 

@@ -380,7 +380,7 @@ def test_a_plan_over_the_host_budget_is_no_rival() -> None:
 def test_late_only_the_plans_that_a_budget_is_of_are_ghost_run() -> None:
     model, clock = MadeUpDevice().profiled(), Clock(Silence(), timeout=1e-9)
     request = SearchRequest(budget=parse_budget("50%act"))
-    proposer = SolverProposer(request, model, Target(request, clock), Trials(None), clock)
+    proposer = SolverProposer(request, model, Target(request, clock), Trials(None), {})
     proposer.begin()
     assert model.predictor.known(proposer.baselines[EVERY_2]) is None
 

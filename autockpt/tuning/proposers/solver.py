@@ -21,7 +21,7 @@ from autockpt.solvers import Checked, exact, leanest, refine_segmented, refine_s
 from autockpt.solvers.problem import Assignment, Problem, peak_of, seconds_of
 from autockpt.solvers.refine import solved
 from autockpt.solvers.split import Accept
-from autockpt.tuning.clock import PROFILING, Clock
+from autockpt.tuning.clock import PROFILING
 from autockpt.tuning.infeasible import nothing_fits
 from autockpt.tuning.loop import Loop, Proposer
 from autockpt.tuning.proposers.sampler import NEUTRAL, Study, knobs_for, sampler_for
@@ -57,22 +57,16 @@ MOST_MISSES = 3  # candidates of a simulation that do not fit
 class SolverProposer(Proposer):
     """Proposes plans of the solver for one request; their predictions come from ghost runs and op times.
 
-    ``seeds`` are plans to try early, by name. The ``clock`` limits the number of ghost runs, and its listener is
+    ``seeds`` are plans to try early, by name. The target's clock limits the number of ghost runs, and its listener is
     notified of them where a candidate takes many.
     """
 
     def __init__(
-        self,
-        request: SearchRequest,
-        cost_model: CostModel,
-        target: Target,
-        trials: Trials,
-        clock: Clock,
-        *,
-        seeds: Plans | None = None,
+        self, request: SearchRequest, cost_model: CostModel, target: Target, trials: Trials, seeds: Plans
     ) -> None:
-        self.request, self.cost_model, self.target, self.trials, self.clock = request, cost_model, target, trials, clock
-        self.seeds = seeds or {}
+        self.request, self.cost_model, self.target, self.trials = request, cost_model, target, trials
+        self.clock = target.clock
+        self.seeds = seeds
         self.baselines = baseline_plans([u.name for u in cost_model.blocks], request.space.choices)
         self.device = cost_model.predictor.device
         self.available_bytes = self.device.capacity_bytes - cost_model.used_by_others

@@ -100,7 +100,7 @@ class Measured(Target):
         least = min(prepared.bytes_needed(graph) for _, graph in traced.uniform.values())
         if budget_bytes is not None and budget_bytes < least:
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
-            SolverProposer(request, untimed, self, Trials(None), clock).begin()
+            SolverProposer(request, untimed, self, Trials(None), {}).begin()
         try:
             with host_link_lock(device.kind, (choices for choices, _ in traced.uniform.values()), clock.listener.note):
                 times, measured = measure_op_times(
