@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -112,8 +111,9 @@ def _seconds_of_copies(graph: Graph, times: OpTimes) -> np.ndarray:
 def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each op, and those that it waits for copies, where copies and collectives run alongside compute.
 
-    Walks the ops in order with the delay so far, as queues make later ops begin later. At one op, copies are issued
-    before any is awaited. A copy that the cycle never awaits ends beyond it and costs nothing.
+    Each direction of copies is a queue, first in, first out; the disk is one for both. Walks the ops in order with the
+    delay so far, as queues make later ops begin later. At one op, copies are issued before any is awaited. A copy that
+    the cycle never awaits ends beyond it and costs nothing.
     """
     n, ranks = len(duration), _RankQueue(graph)
     issued, awaited = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
@@ -121,15 +121,17 @@ def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray) -> tuple[np.
         issued[min(copy.issued, n)].append(k)
         if copy.awaited is not None:
             awaited[min(copy.awaited, n)].append(k)
-    queues = _CopyQueues(graph, copies.tolist())
+    free, ends = defaultdict[str, float](float), dict[int, float]()  # of each queue, and of each copy
     seconds: list[float] = duration.tolist()
     start: list[float] = [0.0, *np.cumsum(duration).tolist()]  # of each op without any delay
     waits, delay = [0.0] * n, 0.0
     for i in range(n + 1) if ranks.collectives else sorted({*issued, *awaited}):
         for k in issued.get(i, ()):
-            queues.issue(k, start[i] + delay)
+            copy = graph.copies[k]
+            queue = "disk" if copy.tier == "disk" else copy.direction
+            ends[k] = free[queue] = max(free[queue], start[i] + delay) + float(copies[k])
         for k in awaited.get(i, ()):
-            late = max(0.0, queues.ends[k] - start[i] - delay)
+            late = max(0.0, ends[k] - start[i] - delay)
             waits[min(i, n - 1)] += late
             delay += late
         if ranks.collectives and i < n:
@@ -137,21 +139,6 @@ def _queued(graph: Graph, duration: np.ndarray, copies: np.ndarray) -> tuple[np.
             seconds[i] += change
             delay += change
     return np.array(seconds), np.array(waits)
-
-
-class _CopyQueues:
-    """Each direction of copies is a queue, first in, first out; the disk is one for both. ``ends`` are by copy."""
-
-    def __init__(self, graph: Graph, seconds: Sequence[float]) -> None:
-        self._copies, self._seconds = graph.copies, seconds
-        self._free: dict[str, float] = {}  # by queue
-        self.ends: dict[int, float] = {}
-
-    def issue(self, number: int, now: float) -> None:
-        """Append a copy to its queue."""
-        copy = self._copies[number]
-        queue = "disk" if copy.tier == "disk" else copy.direction
-        self.ends[number] = self._free[queue] = max(self._free.get(queue, 0.0), now) + self._seconds[number]
 
 
 class _RankQueue:
