@@ -48,7 +48,7 @@ from autockpt.schema.plan import plan_hash
 from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine
 from autockpt.solvers.problem import Problem, peak_of
-from autockpt.solvers.segments import Member
+from autockpt.solvers.segments import Member, segmented
 
 T = TypeVar("T")
 NUMBERS = re.compile(r"\d+")
@@ -81,7 +81,7 @@ class CostModel:
     predictor: Predictor
     used_by_others: int = 0
     head: Unit | None = None
-    segments: Segments | None = None
+    segments: Segments = field(default_factory=dict)
     _checks: dict[str, Checked] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -163,8 +163,8 @@ class CostModel:
         """Plans that may fit where the solver's do not: with segments, and uniform ones (with a choice of the output
         head): those that were ghost-run, and of others the ``UNIFORM_CALLS`` leanest by the menus."""
         problem = self.problem(0)
-        segmented = map(exact, self.segments.problems(problem)) if self.segments is not None else ()
-        yield from (self.plan(found.choices) for found in sorted(segmented, key=lambda a: a.peak)[:1])
+        found = sorted(map(exact, segmented(problem, self.segments)), key=lambda a: a.peak)
+        yield from (self.plan(lean.choices) for lean in found[:1])
         offered = {unit.name: [option.choice for option in unit.options] for unit in problem.units}
         heads = [{problem.head: choice} for choice in offered.pop(problem.head)] if problem.head is not None else [{}]
         common = [choice for choice in offered[self.blocks[0].name] if all(choice in menu for menu in offered.values())]
@@ -385,7 +385,7 @@ def build_profile(
         save_all_peak_bytes=base.peak_bytes,
         save_all_seconds=predictor.simulation(base).step_seconds,
     )
-    segments = segments_of(base, menus) if Segment().kind in uniform else None
+    segments = segments_of(base, menus) if Segment().kind in uniform else {}
     return CostModel(profile, base, predictor, used_by_others, unit, segments)
 
 
@@ -407,17 +407,17 @@ def _choices_to_try(
         yield from (choice for choice in (Offload(tier="disk"), RecomputeOffload(tier="disk")) if choice.kind in kinds)
 
 
-def segments_of(base: Graph, menus: Iterable[Menu]) -> Segments | None:
-    """The costs of segments of the model's first blocks, as far as these are named alike. None without recompute."""
+def segments_of(base: Graph, menus: Iterable[Menu]) -> Segments:
+    """The costs of segments of the model's first blocks, as far as these are named alike. Empty without recompute."""
     by_kind = {menu.kind: {item.choice: item for item in menu.items} for menu in menus}
     blocks = base.blocks()
     family = [unit for unit in blocks if NUMBERS.sub("", unit.name) == NUMBERS.sub("", blocks[0].name)]
     if any(RECOMPUTE not in by_kind.get(unit.kind, {}) for unit in family):
-        return None
+        return {}
     passed = passed_on(base, [unit.name for unit in family])
     members = {}
     for unit in family:
         items = by_kind[unit.kind]
         rest = max(0.0, items[SAVE].forward_seconds - items[RECOMPUTE].recompute_seconds)
         members[unit.name] = Member(rest, passed.get(unit.name, 0))
-    return Segments(members)
+    return members

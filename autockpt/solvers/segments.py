@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -35,53 +34,52 @@ class Member(NamedTuple):
     passed: int
 
 
-@dataclass(frozen=True)
-class Segments:
-    """The units that may form segments, in order from the first, and what they cost."""
+Segments = Mapping[str, Member]
+"""The units that may form segments, in order from the first, and what they cost there; empty where none may."""
 
-    members: Mapping[str, Member]
 
-    def problems(self, problem: Problem) -> Iterator[Problem]:
-        """The problem with some of its first units in segments, in several sizes and numbers."""
-        able = 0
-        for unit, name in zip(problem.units, self.members, strict=False):
-            if unit.name != name or RECOMPUTE not in [option.choice for option in unit.options]:
-                break
-            able += 1
-        sizes: set[int] = {s for s in SIZES if s <= able} | ({math.isqrt(able)} if able > 3 else set())
-        for size in sorted(sizes):
-            for count in dict.fromkeys(size * (int(share * able) // size) for share in SHARES):
-                if count:
-                    yield self._fixed(problem, size, count)
+def segmented(problem: Problem, segments: Segments) -> Iterator[Problem]:
+    """The problem with some of its first units in segments, in several sizes and numbers."""
+    able = 0
+    for unit, name in zip(problem.units, segments, strict=False):
+        if unit.name != name or RECOMPUTE not in [option.choice for option in unit.options]:
+            break
+        able += 1
+    sizes: set[int] = {s for s in SIZES if s <= able} | ({math.isqrt(able)} if able > 3 else set())
+    for size in sorted(sizes):
+        for count in dict.fromkeys(size * (int(share * able) // size) for share in SHARES):
+            if count:
+                yield _fixed(problem, segments, size, count)
 
-    def _fixed(self, problem: Problem, size: int, count: int) -> Problem:
-        """The first ``count`` units in segments of ``size``; what passes inside of them is not in the points' base."""
-        units = list(problem.units)
-        gone = [0]  # bytes that the first so many units do not pass on
-        for first in range(0, count, size):
-            again = 0  # bytes of the segment's earlier units, all recomputed before the backward of its last one
-            for place in range(first, first + size):
-                unit, (seconds, passed) = units[place], self.members[units[place].name]
-                alone, saved = option_of(unit, RECOMPUTE), option_of(unit, SAVE)
-                last = place == first + size - 1
-                option = Option(
-                    choice=Segment(size=size),
-                    seconds=alone.seconds if last else alone.seconds + seconds,
-                    kept=alone.kept,
-                    forward=alone.forward,
-                    backward=again + (alone.backward if last else saved.backward),
-                )
-                units[place] = UnitOptions(name=unit.name, options=(option,))
-                again += saved.kept + passed
-                gone.append(gone[-1] + (0 if last else passed))
-        points = tuple(p.model_copy(update={"base": p.base - gone[min(p.prefix, count)]}) for p in problem.points)
-        return problem.model_copy(update={"units": tuple(units), "points": points})
+
+def _fixed(problem: Problem, segments: Segments, size: int, count: int) -> Problem:
+    """The first ``count`` units in segments of ``size``; what passes inside of them is not in the points' base."""
+    units = list(problem.units)
+    gone = [0]  # bytes that the first so many units do not pass on
+    for first in range(0, count, size):
+        again = 0  # bytes of the segment's earlier units, all recomputed before the backward of its last one
+        for place in range(first, first + size):
+            unit, (seconds, passed) = units[place], segments[units[place].name]
+            alone, saved = option_of(unit, RECOMPUTE), option_of(unit, SAVE)
+            last = place == first + size - 1
+            option = Option(
+                choice=Segment(size=size),
+                seconds=alone.seconds if last else alone.seconds + seconds,
+                kept=alone.kept,
+                forward=alone.forward,
+                backward=again + (alone.backward if last else saved.backward),
+            )
+            units[place] = UnitOptions(name=unit.name, options=(option,))
+            again += saved.kept + passed
+            gone.append(gone[-1] + (0 if last else passed))
+    points = tuple(p.model_copy(update={"base": p.base - gone[min(p.prefix, count)]}) for p in problem.points)
+    return problem.model_copy(update={"units": tuple(units), "points": points})
 
 
 def refine_segmented(
     problem: Problem,
     check: Checker,
-    segments: Segments | None,
+    segments: Segments,
     *,
     max_calls: int,
     remembered: MutableMapping[tuple[Choice, ...], Checked] | None = None,
@@ -93,9 +91,7 @@ def refine_segmented(
     """
     asking = partial(refine, check=check, remembered=remembered)
     plain = asking(problem, max_calls=max_calls)
-    if segments is None:
-        return plain
-    offsets, found = plain.offsets, list(segments.problems(problem))
+    offsets, found = plain.offsets, list(segmented(problem, segments))
     if not plain.feasible:  # the leanest with segments may fit where no other plan does
         leanest = min(found, key=lambda asked: exact(asked.model_copy(update={"budget_bytes": 0})).peak, default=None)
         if leanest is None:

@@ -77,7 +77,7 @@ def transplanted(
             "save_all_seconds": predictor.simulation(base).step_seconds,
         }
     )
-    segments = None if small.segments is None else segments_of(base, menus)
+    segments = segments_of(base, menus) if small.segments else {}
     cost_model = CostModel(profile, base, predictor, small.used_by_others, head, segments)
     cost_model.check(lean)
     return cost_model

@@ -8,9 +8,9 @@ from autockpt.cost.problem import build_problem
 from autockpt.cost.profile import segments_of
 from autockpt.cost.simulation import Simulation
 from autockpt.schema import RECOMPUTE, SAVE, Choice, Graph, Segment
-from autockpt.solvers import Checked, Segments, refine, refine_segmented
+from autockpt.solvers import Checked, refine, refine_segmented
 from autockpt.solvers.problem import Problem, peak_of
-from autockpt.solvers.segments import Member
+from autockpt.solvers.segments import Member, segmented
 from autockpt.tracing import Tracer
 from tests.cost.made_up import simulated
 from tests.solvers.problems import uniform_problem
@@ -45,18 +45,18 @@ def test_their_linear_peak_covers_the_ghost_peak() -> None:
         menus = build_menus(base, variants, constant)  # type: ignore[arg-type]
         free = build_problem(base, menus, base.peak_bytes)
         segments = segments_of(base, menus)
-        assert segments is not None and len(segments.members) == DEPTH
+        assert len(segments) == DEPTH
 
         def check(choices: dict[str, Choice]) -> Checked:
             return Checked(tracer.trace(choices).peak_bytes)
 
         seen = set()
-        for problem in segments.problems(free):
+        for problem in segmented(free, segments):
             plan = {u.name: u.options[0].choice for u in problem.units}  # what is not in a segment saves
             seen.add(plan[problem.units[0].name])
             assert 0.999 * peak_of(problem, plan) <= check(plan).peak_bytes <= 1.001 * peak_of(problem, plan)
         assert Segment(size=2) in seen and Segment(size=6) in seen
-        recomputing = check(dict.fromkeys(segments.members, RECOMPUTE)).peak_bytes
+        recomputing = check(dict.fromkeys(segments, RECOMPUTE)).peak_bytes
         tight = free.model_copy(update={"budget_bytes": recomputing - WIDTH * ROWS * 4})
         assert not refine(tight, check, max_calls=6).feasible
         found = refine_segmented(tight, check, segments, max_calls=6)
@@ -84,10 +84,10 @@ def priced(problem: Problem, choices: dict[str, Choice], rest: float) -> float:
 def test_they_are_taken_where_they_are_faster_and_only_there(budget: int, rest: float) -> None:
     """Twelve units of which save keeps 10 and recompute 2; offload, which keeps 1, takes three times as long."""
     problem = uniform_problem(12, budget)
-    segments = Segments({u.name: Member(rest, 1) for u in problem.units})
+    segments = {u.name: Member(rest, 1) for u in problem.units}
 
     def check(choices: dict[str, Choice]) -> Checked:
-        asked = next((p for p in [problem, *segments.problems(problem)] if _offers(p, choices)), None)
+        asked = next((p for p in [problem, *segmented(problem, segments)] if _offers(p, choices)), None)
         assert asked is not None
         return Checked(peak_of(asked, choices))
 
