@@ -12,7 +12,7 @@ from autockpt.schema import Choice, Prediction, Profile, ResolvedBudget, SearchR
 from autockpt.schema.baselines import NONE
 from autockpt.schema.run_directory import RunDirectory
 from autockpt.tuning.loop import Loop
-from autockpt.tuning.outlook import ghost_runs, look_around
+from autockpt.tuning.outlook import look_around
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.simulated import Simulated
 from autockpt.tuning.trials import AS_FAST, Trials
@@ -92,7 +92,7 @@ def searched(request: SearchRequest, cost_model: CostModel, target: Simulated) -
             raise KeyboardInterrupt
         plans = look_around(cost_model, loop, None, math.inf).plans  # the same ones on a busy machine
     except InfeasibleError:
-        plans = ghost_runs(cost_model)
+        plans = cost_model.predictor.ghost_runs
     for tried in (*trials.all, *plans):
         if tried.predicted is not None:
             known.keep(tried.choices, tried.predicted)

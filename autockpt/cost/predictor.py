@@ -17,6 +17,7 @@ from autockpt.interpreter import patched
 from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, OpTimes, Prediction, plan_hash
 from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
+from autockpt.schema.trial import GhostAnswer
 from autockpt.tracing.kernels.allocator import Event, replay, requests
 from autockpt.tracing.kernels.cuda_memory import with_resident
 
@@ -48,7 +49,7 @@ class Predictor:
         self._tracer, self.op_times = tracer, times
         self.memory = memory or MemoryModel(self.device.capacity_bytes, self.device.overhead_bytes, caches=False)
         self.host_budget = host_budget
-        self._known: dict[str, tuple[dict[str, Choice], Prediction]] = {}
+        self._known: dict[str, GhostAnswer] = {}
         self._graphs: dict[str, Graph] = {}  # of the last ghost runs
         self._listener: Listener = Silence()
 
@@ -92,17 +93,17 @@ class Predictor:
         """From now on predict with an allocator limited to ``budget_bytes``; predictions that fit it stay valid."""
         if self.memory.caches:
             self.memory = self.memory.within(budget_bytes)
-            self._known = {key: run for key, run in self._known.items() if run[1].peak_bytes <= budget_bytes}
+            self._known = {k: run for k, run in self._known.items() if run.predicted.peak_bytes <= budget_bytes}
 
     def known(self, choices: Mapping[str, Choice]) -> Prediction | None:
         """The prediction of these choices, if they were ghost-run before."""
         known = self._known.get(plan_hash(choices))
-        return known[1] if known is not None else None
+        return known.predicted if known is not None else None
 
     @property
-    def ghost_runs(self) -> list[tuple[dict[str, Choice], Prediction]]:
+    def ghost_runs(self) -> tuple[GhostAnswer, ...]:
         """Every plan with a known prediction, and that prediction."""
-        return [*self._known.values()]
+        return tuple(self._known.values())
 
     def over_host(self, choices: Mapping[str, Choice]) -> int:
         """Bytes by which a plan is over the host budget; 0 where it is not."""
@@ -111,7 +112,7 @@ class Predictor:
     def learn(self, choices: Mapping[str, Choice], graph: Graph) -> Prediction:
         """Predict a plan from its ghost run, and remember both."""
         prediction = self._prediction(choices, graph, self.memory)
-        self._known[plan_hash(choices)] = (dict(choices), prediction)
+        self._known[plan_hash(choices)] = GhostAnswer(choices=dict(choices), predicted=prediction)
         self._graphs[plan_hash(choices)] = graph
         return prediction
 

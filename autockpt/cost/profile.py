@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from autockpt.cost.fronts import FEWER_SETS, MOST_SETS, remake_front, selective_front
@@ -155,9 +154,9 @@ class CostModel:
         It is less than their peaks, as an allocator without a limit reserves more.
         """
         host = math.inf if self.host_budget is None else self.host_budget
-        plans = [(plan, run.peak_bytes) for plan, run in self.predictor.ghost_runs if run.host_bytes <= host]
-        leanest = sorted(plans, key=itemgetter(1))[:_LEANEST]
-        return min((self.predictor.within_least_budget(plan).peak_bytes for plan, _ in leanest), default=None)
+        runs = [run for run in self.predictor.ghost_runs if run.predicted.host_bytes <= host]
+        leanest = sorted(runs, key=lambda run: run.predicted.peak_bytes)[:_LEANEST]
+        return min((self.predictor.within_least_budget(run.choices).peak_bytes for run in leanest), default=None)
 
     def last_resorts(self) -> Iterator[dict[str, Choice]]:
         """Plans that may fit where the solver's do not: with segments, and uniform ones (with a choice of the output

@@ -25,7 +25,6 @@ from autockpt.schema.trial import Alternative, Outlook
 from autockpt.schema.words import step_note
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.job_sizes import Variant, WhatIf, job_of, largest_that_fits, leanest_head, predictions, what_if_of
-from autockpt.tuning.outlook import ghost_runs
 from autockpt.tuning.targets.base import Prepared
 from autockpt.tuning.traced_model import blocks_of
 from autockpt.workload import Step
@@ -88,7 +87,8 @@ def explain_refusal(
     Changes of the job are looked for unless the budget is a share of the job's own peak, within the ``clock``'s limit.
     """
     request, traced = prepared.request, prepared.traced
-    outlook = Outlook(plans=ghost_runs(cost_model) if cost_model is not None else (), infeasible=error.message)
+    known = cost_model.predictor.ghost_runs if cost_model is not None else ()
+    outlook = Outlook(plans=known, infeasible=error.message)
     if run is not None:
         run.write_outlook(outlook)
     if request.compile is not None or not request.alternatives:

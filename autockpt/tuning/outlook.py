@@ -38,7 +38,7 @@ def look_around(cost_model: CostModel, loop: Loop, known: Outlook | None, share:
     clock, predictor = loop.clock, cost_model.predictor
     until = clock.elapsed * (1 + share)
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
-    runs |= {plan_hash(run.choices): run for run in ghost_runs(cost_model)}
+    runs |= {plan_hash(run.choices): run for run in cost_model.predictor.ghost_runs}
     plans = plans_around(cost_model, loop.trials.all, loop.best, loop.budget.bytes)
     others = {key: choices for choices in plans if (key := plan_hash(choices)) not in runs}
     clock.listener.stage("ghost-run other budgets", len(others))
@@ -67,7 +67,7 @@ def plans_around(
     if best.predicted is not None and offers(problem, best.choices):
         offset = best.predicted.peak_bytes - peak_of(problem, saving | best.choices)
     high = peak_of(problem, saving) + offset
-    low = min([high, *(run.predicted.peak_bytes for run in ghost_runs(cost_model))])
+    low = min([high, *(run.predicted.peak_bytes for run in cost_model.predictor.ghost_runs)])
     budgets = [low + (high - low) * number // BUDGETS for number in range(BUDGETS + 1)]
     larger = [size for size in budgets if size > budget_bytes]
     smaller = [size for size in reversed(budgets) if size < budget_bytes]
@@ -103,8 +103,3 @@ def trade(best: Trial, trials: Sequence[Trial], outlook: Outlook | None, budget_
         f"{format_binary(room)} more room costs {price}: search with a budget of {format_binary(lean.peak_bytes)} to "
         "get that plan."
     )
-
-
-def ghost_runs(cost_model: CostModel) -> tuple[GhostAnswer, ...]:
-    """All plans that were ghost-run so far, with their predictions."""
-    return tuple(GhostAnswer(choices=choices, predicted=p) for choices, p in cost_model.predictor.ghost_runs)
