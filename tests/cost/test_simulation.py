@@ -1,10 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autockpt.schema.graph import Copy, Graph, Op, Phase, TensorMeta, Unit, Work
 from tests.cost.made_up import by_phase, simulated
@@ -91,19 +88,6 @@ def test_what_is_sent_to_other_ranks_has_a_queue_of_its_own():
     rates = {"bandwidth_out": 10.0, "peer_bandwidth": 5.0, "peer_seconds": 1.0}
     s = simulated(graph("fbbbo", copies=copies), SECONDS | {"f": 1.0}, copy_queues=True, **rates)
     assert s.copy_seconds == pytest.approx(9.0 - 7.0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 40)), max_size=8))
-def test_queues_lie_between_compute_alone_and_inline_copies(spans):
-    copies = [
-        Copy(direction="out" if i % 2 else "in", bytes=size, issued=min(a, b), awaited=max(a, b))
-        for i, (a, b, size) in enumerate(spans)
-    ]
-    g = graph("f" * 10, copies=copies)
-    queued = simulated(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0, copy_queues=True)
-    inline = simulated(g, SECONDS, bandwidth_out=10.0, bandwidth_in=10.0)
-    assert 10.0 - 1e-9 <= queued.step_seconds <= inline.step_seconds + 1e-9
-    assert np.isclose(sum(by_phase(queued).values()) + queued.copy_seconds, queued.step_seconds)
 
 
 def test_each_tier_has_a_bandwidth_and_the_disk_one_queue():

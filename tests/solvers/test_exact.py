@@ -6,7 +6,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autockpt.schema.choices import RECOMPUTE, SAVE
 from autockpt.solvers import exact, leanest
 from autockpt.solvers.problem import Point, Problem, peak_of, seconds_of
 from tests.solvers.problems import brute_force, check_exact, equal_units, small_problems, transformer, uniform_problem
@@ -29,25 +28,6 @@ def test_agrees_with_brute_force(problem):
 def test_few_labels_find_the_same(problem):
     with patch.object(sys.modules["autockpt.solvers.exact"], "WIDTHS", (1, 2, 65536)):
         check_exact(problem, exact(problem, gap=0.0))
-
-
-@pytest.mark.parametrize(
-    ("budget", "seconds", "kinds"),
-    [
-        (145, 0.0, "...."),  # saving everything peaks after forward: 100 + 5 + 4·10
-        (144, 1.0, None),  # one unit less: 100 + 5 + 3·10 + 2 = 137
-        (136, 2.0, None),
-        (119, 4.0, "RRRR"),  # recompute all: backward of the last, 100 + 3·2 + 13
-        (118, 6.0, None),  # offload the last unit instead: its backward 100 + 3·2 + 12 = 118
-    ],
-)
-def test_hand_computed_table(budget: int, seconds: float, kinds: str | None):
-    answer = exact(uniform_problem(4, budget))
-    assert answer.feasible
-    assert answer.seconds == pytest.approx(seconds)
-    if kinds:
-        expected = [SAVE if letter == "." else RECOMPUTE for letter in kinds]
-        assert list(answer.choices.values()) == expected
 
 
 def test_infeasible_names_the_smallest_peak_and_its_fastest_plan():
