@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from autockpt.devices.cpu import CpuDevice, peak_of, waited_for_core
+from autockpt.devices.cpu import CpuDevice, waited_for_core
 from autockpt.devices.disk import CpuTransport
 
 FLOAT = 4
@@ -34,20 +32,6 @@ def test_peak_of_allocations_by_hand(device):
     assert device.measure_peak(fn, resident=0).peak_bytes == 5000
     assert device.measure_peak(fn, resident=10**6).peak_bytes == 10**6 + 5000
     assert device.measure_peak(fn, resident=0).allocated_bytes is None
-
-
-def test_peak_of_a_training_step_by_hand(device):
-    n = 10_000
-    weight = torch.ones(n, requires_grad=True)
-
-    def step() -> None:
-        loss = weight.exp().sum()  # exp saves its result: n; the loss: 1
-        loss.backward()  # the gradient of the loss: 1; its expansion is a view; the product with exp's result: n
-        weight.grad = None
-
-    expected = (n + 1 + 1 + n) * FLOAT
-    for _ in range(2):
-        assert device.measure_peak(step, resident=n * FLOAT).peak_bytes == n * FLOAT + expected
 
 
 def test_releases_of_earlier_blocks_do_not_lower_the_peak(device):
@@ -94,26 +78,6 @@ def test_the_profiler_prints_nothing():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 5)), max_size=40))
-def test_peak_of_events_is_the_highest_running_sum(blocks):
-    """Blocks with a size and how many events they live; none released twice, addresses reused once free."""
-    events: list[tuple[int, int]] = []
-    pending: list[tuple[int, int, int]] = []  # due, address, size
-    free = list(range(100))
-    for now, (size, life) in enumerate(blocks):
-        for due in [p for p in pending if p[0] <= now]:
-            pending.remove(due)
-            events.append((due[1], -due[2]))
-            free.insert(0, due[1])
-        address = free.pop(0)
-        events.append((address, size))
-        pending.append((now + life, address, size))
-    running = [0]
-    for _, size in events:
-        running.append(running[-1] + size)
-    assert peak_of(events) == max(running)
 
 
 def test_out_of_memory_is_told_from_other_errors(device):
