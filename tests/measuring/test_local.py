@@ -30,6 +30,7 @@ def test_measures_and_restores(workload):
         assert isinstance(measurer, Measurer)
         assert measurer.environment.device.kind == "cpu"
         plain = measurer.measure({}, steps=2)
+        assert plain.steps == len(plain.times) == 2 and min(plain.times) <= plain.step_seconds <= max(plain.times)
         assert measurer.measure(RECOMPUTE_ALL, steps=1).peak_bytes < plain.peak_bytes
         passed = Steps()
         with beats_counted(measurer, passed):
