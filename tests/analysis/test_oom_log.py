@@ -22,7 +22,9 @@ def failure_of(text: str) -> DeviceFailure:
 
 
 def test_the_figures_of_a_message_and_the_place_of_its_stack() -> None:
-    failure = failure_of("step 3\n" + FORWARD + message())
+    text = "world_size = 8\nstep 3\n" + FORWARD + message()
+    assert read_text(text).world == 8
+    failure = failure_of(text)
     assert failure.backend == "cuda" and failure.device == 0 and failure.rank is None
     assert (failure.tried, failure.capacity, failure.free) == (gib(1.96), gib(23.52), gib(1.10))
     assert (failure.allocated, failure.cached) == (gib(21.40), round(560.10 * MIB))
@@ -184,10 +186,6 @@ def test_a_log_without_one_says_what_it_ends_with(tmp_path: Path) -> None:
         read_log(log)
     with pytest.raises(UsageError):
         read_log(tmp_path / "absent.txt")
-
-
-def test_what_a_log_says_of_its_run() -> None:
-    assert read_text("world_size = 8\n" + FORWARD + message()).world == 8
 
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a capacity of 23.64 GiB"

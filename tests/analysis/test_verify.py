@@ -256,27 +256,25 @@ def measured(peak: int) -> Measurement:
 
 
 @pytest.mark.parametrize(
-    ("planned", "here", "peak", "budget", "state"),
+    ("planned", "here", "peak", "limits", "state"),
     [
-        ("cuda", "cuda", 1040, None, "passed"),  # 5 % for an allocator that was modelled
-        ("cuda", "cuda", 1060, None, "failed"),
-        ("cpu", "cpu", 1005, None, "passed"),
-        ("cpu", "cpu", 1040, None, "failed"),
-        ("cuda", "cuda", 1040, 1030, "failed"),
-        ("cuda", "cpu", 5000, 1030, "skipped"),  # another kind of device proves nothing
+        ("cuda", "cuda", 1040, (), "passed"),  # 5 % for an allocator that was modelled
+        ("cuda", "cuda", 1060, (), "failed"),
+        ("cpu", "cpu", 1005, (), "passed"),
+        ("cpu", "cpu", 1040, (), "failed"),
+        ("cuda", "cuda", 1040, (1030,), "failed"),
+        ("cuda", "cuda", 1040, (1030, 10), "passed"),  # headroom is for what no simulation knew
+        ("cuda", "cuda", 1040, (1030, 9), "failed"),
+        ("cuda", "cpu", 5000, (1030,), "skipped"),  # another kind of device proves nothing
     ],
 )
 def test_a_simulated_peak_is_compared_and_named_as_such(
-    planned: str, here: str, peak: int, budget: int | None, state: str
+    planned: str, here: str, peak: int, limits: tuple[int, ...], state: str
 ) -> None:
-    check = judge_peak(simulated(planned, budget), measured(peak), here)
+    """``limits``: a budget, and what of it was left free as headroom."""
+    check = judge_peak(simulated(planned, *limits), measured(peak), here)
     assert check.state == state
     assert "simulated" in check.detail and "a card" in check.detail and "promised" not in check.detail
-
-
-def test_headroom_may_be_used_by_what_no_simulation_knew() -> None:
-    assert judge_peak(simulated("cuda", 1030, headroom=10), measured(1040), "cuda").state == "passed"
-    assert judge_peak(simulated("cuda", 1030, headroom=9), measured(1040), "cuda").state == "failed"
 
 
 def test_a_simulated_step_time_is_shown_and_fails_nothing() -> None:
