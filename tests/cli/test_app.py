@@ -1,4 +1,3 @@
-import os
 import re
 import subprocess
 import sys
@@ -12,12 +11,6 @@ from autockpt.cli.app import PANELS, VERBS, build
 HEAVY = ("torch", "optuna", "transformers", "scipy", "numpy", "matplotlib", "jinja2")
 
 
-def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, timeout=900
-    )
-
-
 @pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     code = (
@@ -25,7 +18,7 @@ def test_help_imports_nothing_heavy() -> None:
         "try: build()(['--help'])\n"
         f"except SystemExit: print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
     )
-    done = fresh(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and done.stderr.strip() == "[]", done.stderr
     assert all(verb.__name__ in done.stdout for verb in VERBS)
 

@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 import subprocess
@@ -57,19 +56,6 @@ def test_an_answer_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path, 
             ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
         assert ended.returncode == code and said in ended.stderr
         assert "Traceback" not in ended.stderr and "bug" not in ended.stderr
-
-
-def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
-    leave(InfeasibleError("nothing fits", remedy="r", smallest_peak=7), as_json=True)
-    said = capsys.readouterr()
-    answer = json.loads(said.out)
-    assert (
-        answer["error"] == "nothing fits"
-        and answer["code"] == "budget.infeasible"
-        and answer["exit_code"] == 3
-        and answer["smallest_peak_bytes"] == 7
-    )
-    assert "nothing fits" in said.err
 
 
 def test_a_bug_is_called_one_and_leaves_a_log(

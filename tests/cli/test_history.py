@@ -26,6 +26,9 @@ def test_a_runs_trials_by_path_and_by_name(autockpt, tmp_path: Path) -> None:
     for name in (str(run.path), run.path.name):
         result = autockpt("history", name)
         assert result.code == 0 and "....ORRRRRRR" in result.out and "Pareto" in result.out, result.err
+    data = autockpt("history", run.path.name, "--json").json
+    assert [t["number"] for t in data["trials"]] == [0, 1, 2] and data["question"] == {"budget": "60%"}
+    assert data["pareto_front"] == [0]
 
 
 def test_what_was_not_judged_yet_is_not_said_to_fit(autockpt, tmp_path: Path) -> None:
@@ -57,13 +60,6 @@ def test_sets_by_length_are_shown_while_they_are_the_answer(autockpt, tmp_path: 
     refused.write_outlook(Outlook(infeasible="nothing fits 20%"))
     with raises(RunDirectoryError, "nothing fits 20%"):  # its own reason
         plan_file(refused.path)
-
-
-def test_a_run_as_json(autockpt, tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    data = autockpt("history", str(run.path), "--json").json
-    assert [t["number"] for t in data["trials"]] == [0, 1, 2] and data["question"] == {"budget": "60%"}
-    assert data["pareto_front"] == [0]
 
 
 def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ def test_nothing_fits(autockpt, replace) -> None:
     replace("autockpt.tuning", answer=Mock(side_effect=refusal), search_request=search_request)
     result = autockpt("search", "--budget", "1GB", "--model", "llama-tiny", "--json")
     assert (result.code, result.error) == (3, "budget.infeasible") and "2.00 GiB (2.15 GB)" in result.err
-    assert result.json["smallest_peak_bytes"] == 2 * 2**30
+    expected = {"error": "no plan fits 1 GB", "code": result.error, "exit_code": 3, "smallest_peak_bytes": 2 * 2**30}
+    assert result.json | expected == result.json
 
 
 def test_interrupted_with_and_without_a_plan(autockpt, replace) -> None:
