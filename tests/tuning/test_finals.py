@@ -16,7 +16,6 @@ from autockpt.tuning.finals import (
     MOST_ROUNDS,
     Final,
     contenders,
-    gain,
     race,
     weighed,
 )
@@ -64,13 +63,6 @@ def test_finals_end_once_no_rival_may_be_much_faster() -> None:
     assert min(final.last, key=final.ratio) == 1 and len(batches) > 1
     final, batches = finals(lambda plan, number: (0.99 if plan == 0 else 1.0) * (1 + 0.001 * ((plan + number) % 2)))
     assert len(batches) == 1
-
-
-@pytest.mark.parametrize("error", [0.0, 0.01, 0.03])
-def test_what_a_rival_may_gain_shrinks_with_its_distance(error: float) -> None:
-    gains = [gain(slower, error) for slower in (-0.5, 0.0, 0.01, 0.5)]
-    assert gains == sorted(gains, reverse=True)
-    assert gains == pytest.approx([0.5, 0.4 * error, gains[2], 0.0], abs=1e-3) and gains[2] <= gains[1]
 
 
 def test_only_what_may_be_the_fastest_takes_part() -> None:

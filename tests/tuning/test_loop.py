@@ -242,20 +242,6 @@ def test_a_short_training_shortens_its_search(steps: int | None, fewer: bool) ->
     assert ("time limit" in found.stopped) == fewer == any("a tenth of 10 steps" in note for note in watcher.notes)
 
 
-def test_a_simulated_search_measures_nothing() -> None:
-    device, watcher = MadeUpDevice(), Watcher()
-    found = search(device, "50%act", simulated=True, listener=watcher)
-    assert device.measured == []
-    assert found.best is not None and found.best.state == "simulated" and found.best.feasible
-    assert all(t.measured is None for t in found.trials.all)
-    scored = [t for t in found.trials.all if t.state == "simulated"]
-    assert {t.feasible for t in scored} == {True, False}  # saving everything does not fit, and is scored all the same
-    assert found.best.score_seconds == min(t.score_seconds for t in scored if t.feasible)
-    believed = device.profiled().predictor
-    assert found.best.predicted == believed.predict(found.best.choices)
-    assert found.best.predicted.peak_bytes <= found.budget.bytes
-
-
 def test_plans_from_elsewhere_are_tried_first_and_scored_here() -> None:
     device = MadeUpDevice()
     choices = {name: RECOMPUTE if i < 5 else SAVE for i, name in enumerate(device.names)}
