@@ -41,6 +41,7 @@ WITHOUT = {
     "errors": ("torch", "numpy", "scipy", "optuna", "transformers", "pydantic", "rich"),
     "schema": ("torch", "numpy", "scipy", "optuna", "transformers", "rich"),
     "solvers": ("torch", "optuna", "transformers"),
+    "shipped": ("torch", "numpy", "transformers"),
     "terminal": ("torch", "optuna", "transformers"),
     "progress": ("torch", "optuna", "transformers"),
 }
