@@ -55,15 +55,11 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_the_job_is_described_as_for_a_search(autockpt, asked: Mock, log: Path) -> None:
-    result = autockpt("diagnose", "run.log", "-m", "gpt2", "-b", "2", "--seq-len", "64")
+    where = ("--hardware", "h100", "--plan-out", "p.yaml")
+    result = autockpt("diagnose", "run.log", "-m", "gpt2", "-b", "2", "--seq-len", "64", *where)
     assert result.code == 0, result.err
     log, spec = asked.call_args.args
     assert spec == WorkloadSpec(model="gpt2", batch_size=2, seq_len=64) and log.failure.tried
-
-
-def test_the_device_and_the_plan_are_named(autockpt, asked: Mock, log: Path) -> None:
-    result = autockpt("diagnose", "run.log", "-m", "gpt2", "--hardware", "h100", "--plan-out", "p.yaml")
-    assert result.code == 0, result.err
     options = asked.call_args.kwargs
     assert options["hardware"].name == "h100" and options["plan_out"] == Path("p.yaml")
 

@@ -110,13 +110,9 @@ def test_everything_written_is_read_back(tmp_path: Path) -> None:
     read = RunDirectory.open(run.path)
     assert read.environment() == environment and read.graph() == graph and read.plan() == plan()
     assert read.command() == "autockpt search --budget 60% --out 'my results'\n"
-    assert read.storage == f"sqlite:///{run.path.resolve()}/study.db"
-
-
-def test_a_command_is_kept_without_its_password(tmp_path: Path) -> None:
-    run = enter(tmp_path)
     run.add_command(["autockpt", "search", "--storage", "postgresql://me:hunter2@host/db?a=1&sslpassword=hunter2"])
-    assert run.command() == "autockpt search --storage 'postgresql://me:***@host/db?a=1&sslpassword=***'\n"
+    assert read.command().endswith("\nautockpt search --storage 'postgresql://me:***@host/db?a=1&sslpassword=***'\n")
+    assert read.storage == f"sqlite:///{run.path.resolve()}/study.db"
 
 
 def test_every_run_has_an_id_that_stays_with_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import itertools
 
-from hypothesis import assume, given
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autockpt.schema.choices import OFFLOAD, SAVE, Choice
 from autockpt.solvers import Checked, exact, refine_split, split_plans
@@ -33,8 +34,11 @@ def by_hand(problem: Problem) -> list[tuple[float, int]]:
     return found
 
 
-@given(small_problems())
-def test_the_fastest_split_plan_is_found(problem: Problem) -> None:
+@given(small_problems(), st.booleans())
+def test_the_fastest_split_plan_is_found(problem: Problem, headed: bool) -> None:
+    """``headed``: the last unit is the output head, which takes each of its options."""
+    if headed and len(problem.units) > 1:
+        problem = problem.model_copy(update={"head": problem.units[-1].name})
     plans, known = split_plans(problem), by_hand(problem)
     assert bool(plans) == bool(known)
     for plan in plans:
@@ -43,16 +47,6 @@ def test_the_fastest_split_plan_is_found(problem: Problem) -> None:
     if known:
         assert abs(plans[0].seconds - min(known)[0]) < 1e-9
         assert exact(problem).seconds <= plans[0].seconds + 1e-4
-
-
-@given(small_problems())
-def test_an_output_head_takes_each_of_its_options(problem: Problem) -> None:
-    assume(len(problem.units) > 1)
-    headed = problem.model_copy(update={"head": problem.units[-1].name})
-    plans, known = split_plans(headed), by_hand(headed)
-    assert bool(plans) == bool(known)
-    if known:
-        assert abs(plans[0].seconds - min(known)[0]) < 1e-9
 
 
 def test_a_host_budget_bounds_what_is_offloaded() -> None:
