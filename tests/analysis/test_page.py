@@ -7,7 +7,7 @@ from autockpt.analysis.page import contents_of, run_page, without_paths, write_p
 from autockpt.schema import RECOMPUTE
 from autockpt.schema.baselines import MEANINGS
 from autockpt.schema.run_directory import RunDirectory
-from autockpt.schema.trial import Alternative, Outlook
+from autockpt.schema.trial import Outlook
 from tests.analysis.samples import make_run
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
@@ -72,14 +72,6 @@ def test_it_prints_the_explanation_of_the_run(tmp_path: Path) -> None:
     for text in ("The next faster plan needs", "Choices for h.0-1", said.holdings[0].name, said.curve.peak_target):
         assert text in page, text
     assert all(a.op in page for a in said.moment.alive)
-
-
-def test_changes_of_the_job_are_listed(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    way = Alternative(options="batch size 2, accumulate 2", effect="half the batch", plan="p", peak_bytes=1500,
-                      step_seconds=None, relative_cost=1.1)  # fmt: skip
-    run.write_outlook(Outlook(changes=(way,)))
-    assert "Half the batch peak 1.46 KiB with p, 1.10 times the seconds per token" in Read(run_page(run)).said
 
 
 def test_names_are_text_and_paths_stay_at_home(tmp_path: Path) -> None:
