@@ -77,7 +77,8 @@ def test_a_trial_says_what_is_left_of_a_long_stage() -> None:
     assert lines.said[1].endswith("(1 of 2, about 6 s left)") and "left" not in lines.said[2]
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_a_terminal_gets_a_bar_and_a_pipe_lines() -> None:
+    assert isinstance(listener(console()[0]), LineListener)
     file = io.StringIO()
     screen = Console(file=file, width=100, force_terminal=True)
     watcher = listener(screen)
@@ -92,7 +93,3 @@ def test_a_terminal_gets_a_bar() -> None:
         watcher.note("a note")
     text = file.getvalue()
     assert "a note" in text and "search" in text and "best 448 ms" in text
-
-
-def test_a_pipe_gets_lines() -> None:
-    assert isinstance(listener(console()[0]), LineListener)

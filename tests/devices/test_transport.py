@@ -7,7 +7,7 @@ import torch
 
 from autockpt.devices import disk
 from autockpt.devices.disk import CpuTransport
-from autockpt.devices.transport import host_notes, transport_for
+from autockpt.devices.transport import host_notes
 from autockpt.errors import MeasurementError
 from autockpt.schema import DeviceInfo, Environment
 from tests.errors import raises
@@ -112,13 +112,6 @@ def test_a_file_without_a_name_in_a_folder_of_ones_own(tmp_path, monkeypatch):
     assert way.directory == str(tmp_path) and list(tmp_path.iterdir()) == []
     assert not before or len(os.listdir("/proc/self/fd")) - before <= 2
     assert torch.equal(handles[7].get(), some_bytes(20_000, 7))
-
-
-def test_transports_by_device():
-    assert isinstance(transport_for("cpu"), CpuTransport)
-    assert not transport_for("cpu").copy_queues
-    with raises(MeasurementError, "meta"):
-        transport_for(torch.device("meta"))
 
 
 # --- copy queues

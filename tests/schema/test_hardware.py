@@ -24,10 +24,6 @@ GOOD: dict[str, Any] = {
 }
 
 
-def described(**changes: Any) -> Hardware:
-    return Hardware.model_validate({"name": "card"} | GOOD | changes)
-
-
 @pytest.mark.parametrize(
     ("changes", "figure"),
     [
@@ -54,5 +50,6 @@ def test_impossible_figures_are_named(changes: dict[str, Any], figure: str) -> N
 
 def test_a_file_gives_back_what_was_written() -> None:
     efficiency = {"matrix": 0.123456789, "bandwidth": 1, "link": 0.01}
-    before = described(bandwidth=1.23456789e12, launch_seconds=1.5e-8, context_bytes=0, efficiency=efficiency)
+    odd = {"bandwidth": 1.23456789e12, "launch_seconds": 1.5e-8, "context_bytes": 0, "efficiency": efficiency}
+    before = Hardware.model_validate({"name": "card"} | GOOD | odd)
     assert parse(dump_hardware(before), "card.yaml").validate(Hardware, name="card") == before

@@ -10,10 +10,6 @@ from tests.solvers.problems import small_problems, uniform_problem
 from tests.solvers.test_host import with_host
 
 
-def rest_saves(front: Choice, back: Choice) -> bool:
-    return SAVE in (front, back)
-
-
 def by_hand(problem: Problem) -> list[tuple[float, int]]:
     """Seconds and peaks of all split plans that fit, one by one."""
     layers = [unit for unit in problem.units if unit.name != problem.head]
@@ -63,7 +59,7 @@ def test_refining_ends_with_a_plan_that_the_check_lets_pass() -> None:
         asked.append(1)
         return Checked(peak_of(problem, plan) + 7)  # the linear model misses 7 bytes
 
-    plan = refine_split(problem, check, rest_saves)
+    plan = refine_split(problem, check, lambda front, back: SAVE in (front, back))
     assert plan is not None
     assert plan.peak == peak_of(problem, plan.choices) + 7 <= 140 and len(asked) <= 4
     fewer = [name for name in plan.choices if plan.choices[name] != SAVE][:-1]
