@@ -76,7 +76,8 @@ _MOST = 64
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 _NUMBERS = (Number, str, Enum, range, type(None))
 """What tells calls apart by its value, NumPy's numbers among it."""
-_MAY_BECOME_ONE = (*_NUMBERS, tuple, list, torch.Tensor)
+_MAY_BECOME_ONE = (*_NUMBERS, tuple, list, dict, torch.Tensor)
+_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _NOTHING = nullcontext()
 _KEPT = Position(None)
 _BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
@@ -171,9 +172,10 @@ class RecordedUnit(CheckpointedUnit):
         fields = self.state.fields
         if self._counts != (counts := [*map(len, fields)]):  # attributes were set for the first time
             self._counts = counts
-            self._numbers = [(home, n) for home in fields for n, v in home.items() if isinstance(v, _MAY_BECOME_ONE)]
+            named = [(home, n) for home in fields for n, v in home.items() if isinstance(v, _MAY_BECOME_ONE)]
+            self._numbers = [(home, name) for home, name in named if name not in _OF_ALL_MODULES]
         values = [home.get(name) for home, name in self._numbers]
-        return tuple([v if type(v) in _EXACT or _is_number(v) else type(v) for v in values])
+        return tuple([v if type(v) in _EXACT else _numbers_in(v) for v in values])
 
     def leave_out_changed(self, before: tuple[Any, ...]) -> None:
         """A forward has ended that began with these numbers: such as it changed, as a counter, tell no calls apart."""
@@ -211,8 +213,13 @@ class RecordedUnit(CheckpointedUnit):
         signature.recipe, signature.agreed, signature.followed = None, 0, 0
 
 
-def _is_number(value: Any) -> bool:
-    return all(map(_is_number, value)) if type(value) is tuple else isinstance(value, _NUMBERS)
+def _numbers_in(value: Any) -> Any:
+    """A number, those in a container of a few (PEFT has a scale for each adapter in a dictionary), or the type."""
+    kind = type(value)
+    if kind not in (tuple, list, dict) or len(value) > _MOST:
+        return value if isinstance(value, _NUMBERS) else kind
+    parts = [*value, *value.values()] if kind is dict else value
+    return kind, *[part if isinstance(part, _NUMBERS) else type(part) for part in parts]
 
 
 def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:

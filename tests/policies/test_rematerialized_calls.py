@@ -86,7 +86,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = getattr(self, "scale", None) or 1.0
-        return x + self.down(self.then(F.silu(self.up(x)) * (scale[0] if type(scale) in (tuple, list) else scale)))
+        return x + self.down(self.then(F.silu(self.up(x)) * (scale if isinstance(scale, float) else scale[0])))
 
 
 def gradients(layer: nn.Module, length: int, seed: int) -> list[Tensor]:
@@ -175,6 +175,7 @@ def test_what_differs_from_the_first_on_is_always_recorded(recorded: Any) -> Non
 
 
 _NUMBERS = [(1.0, 0.5), (np.float64(1.0), np.float64(0.5)), ((1.0,), (0.5,)), (None, 0.5), ([1.0], 0.5), (..., 0.5)]
+_NUMBERS += [([1.0], [0.5]), ({0: 1.0}, {0: 0.5})]
 
 
 @pytest.mark.parametrize(("first", "then"), _NUMBERS, ids=str)
