@@ -17,7 +17,7 @@ from autockpt.cli.guard import guarded, results, show
 from autockpt.cli.options import arg, flag, opt
 from autockpt.errors import PlanError, RunDirectoryError, UsageError
 from autockpt.progress import FITS, STATES
-from autockpt.schema import Trial, format_binary, format_bytes, words
+from autockpt.schema import Prediction, Trial, format_binary, format_bytes, words
 from autockpt.schema.base import Data
 from autockpt.schema.baselines import legend_of_names
 from autockpt.schema.names import fold
@@ -163,7 +163,8 @@ def _print_runs(folder: Path, runs: Sequence[RunSummary], console: Console) -> N
         if not run.damaged:
             score = run.answer.score if run.answer is not None else None
             step, _, _ = words.step_of(score).partition(" ±")  # a narrow terminal has no room for the noise
-            peak = format_binary(score.peak_bytes) if score is not None else "—"
+            mark = "~" * isinstance(score, Prediction)
+            peak = f"{mark}{format_binary(score.peak_bytes)}" if score is not None else "—"
             plan = words.strip(run.answer.choices, 16) if run.answer is not None else run.state
             table.add_row(str(run.path.relative_to(folder)), run.job, step, peak, plan)
     console.print(table)

@@ -173,9 +173,10 @@ class RunDirectory:
 
     @property
     def job(self) -> str:
-        """Batch and length that the question asks about, ``4×2048``; empty of a live step."""
-        workload = self.question.get("workload") or {}
-        sizes = [str(workload[name]) for name in ("batch_size", "seq_len") if workload.get(name)]
+        """Batch and length, ``4×2048``: those that the question asks about, or the answer is for."""
+        asked, finished = self.question.get("workload") or {}, self.finished()
+        known = {**asked, **(finished.outcome.settings if finished is not None else {})}
+        sizes = [str(known[name]) for name in ("batch_size", "seq_len") if known.get(name)]
         return "×".join(sizes)
 
     def answer(self, trials: Sequence[Trial]) -> Trial | None:

@@ -128,6 +128,7 @@ def make_run(root: Path, *, model: str = "small", budget: str = "60%act", answer
         budget=BUDGET,
         device=DEVICE,
         rows=rows,
+        settings=plan.settings,
         measured_trials=3,
         stopped="as many candidates were tried as --trials allows (2)",
         run_directory=run.path,

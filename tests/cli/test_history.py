@@ -68,14 +68,18 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     (broken.path / "trials.jsonl").write_text("x\n")
     refused = make_run(tmp_path / "results", "20%")
     refused.write_outlook(Outlook(infeasible="nothing fits 20%\nand why"))
+    simulated = RunDirectory.enter(tmp_path / "results", {"budget": "8GB"}, model="llama-tiny", device="a100")
+    simulated.add_trial(trial(0, state="simulated", measured=None))
     result = autockpt("history")
     rows = {line.split()[0]: line.split() for line in result.out.splitlines() if line}
     assert rows[make_run(tmp_path / "results").path.name][1:5] == ["448", "ms", "441", "MiB"]
+    assert rows[simulated.path.name][1:5] == ["~451", "ms", "~441", "MiB"]
     assert rows[f"{broken.path.name}:"] and broken.path.name not in rows and "trials.jsonl:1" in result.out
     assert f"{refused.path.name}: nothing fits 20%\n" in result.out and result.code == 0
     listed = autockpt("history", "--json").json
-    assert [run["answer"]["measured"]["step_seconds"] for run in listed if run["answer"]] == [0.448]
-    assert sorted(run["infeasible"] for run in listed) == ["", "", "nothing fits 20%"]
+    answers = [run["answer"]["measured"] for run in listed if run["answer"]]
+    assert sorted(answer["step_seconds"] for answer in answers if answer) == [0.448] and None in answers
+    assert sorted(run["infeasible"] for run in listed) == ["", "", "", "nothing fits 20%"]
     assert [bool(run["damaged"]) for run in listed].count(True) == 1
 
 
@@ -134,7 +138,7 @@ def test_a_folder_becomes_a_page_that_links_to_its_runs(autockpt, tmp_path: Path
     assert autockpt("history", "runs", "--page", "--json").json == {"page": "runs/index.html"}
     page = (tmp_path / "runs" / "index.html").read_text()
     assert f"cards/{run.path.name}/report.html" in page
-    assert "nothing fits &lt;20%&gt;" in page
+    assert "nothing fits &lt;20%&gt;" in page and "<td>4×64</td>" in page
     assert page.count("<tr>") == 3 and "http" not in page.replace("http-equiv", "")
 
 
