@@ -43,7 +43,8 @@ def atomic_write(path: Path, data: bytes | str, *, parents: bool = False) -> Non
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            # a path in the text may hold what is no UTF-8 (surrogates)
+            file.write(data.encode(errors="replace") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
         with suppress(FileNotFoundError):

@@ -15,6 +15,8 @@ def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path: Path) -> None:
     path.chmod(0o640)
     atomic_write(path, b"two")
     assert path.read_text() == "two" and path.stat().st_mode & 0o777 == 0o640
+    atomic_write(path, os.fsdecode(b"caf\xe9"))  # a name that is no UTF-8
+    assert path.read_text() == "caf?"
     assert os.listdir(tmp_path) == ["f"]
 
 
