@@ -25,7 +25,7 @@ from autockpt.schema.baselines import ALL, NONE, baseline_plans
 from autockpt.schema.choices import RECOMPUTE, Choice
 from autockpt.schema.plan import Plan
 from autockpt.schema.request import Listener, Silence
-from autockpt.schema.run_directory import plan_file
+from autockpt.schema.run_directory import plan_at
 from autockpt.schema.sizes import format_bytes
 from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
@@ -114,7 +114,7 @@ def verify(
     can be compiled here.
     """
     if not isinstance(plan, Plan):
-        plan = Plan.load(plan_file(Path(plan)))
+        plan = plan_at(Path(plan))
     subject = workload if workload is not None else plan.workload
     if subject is None:
         raise PlanError(

@@ -414,19 +414,14 @@ def undominated(items: Iterable[T], cost: Callable[[T], tuple[float, float]]) ->
 
 def plan_at(path: Path) -> Plan:
     """The plan of a file, or of a run's directory. Raises RunDirectoryError for a run without one."""
-    return Plan.load(plan_file(path))
-
-
-def plan_file(path: Path) -> Path:
-    """The file itself, or that of a run's answer."""
     if not path.exists():
         remedy = "Check the path: it is that of a plan's file or of a run's directory, not a model's name."
         raise PlanError(f"there is no file {path}", remedy=remedy)
     if not path.is_dir():
-        return path
+        return Plan.load(path)
     run = RunDirectory.open(path)
-    if run.plan_path.exists():
-        return run.plan_path
+    if (plan := run.plan()) is not None:
+        return plan
     why, _, remedy = run.refusal().partition("\n")
     if not why:
         why, remedy = "its search has not come to its end", "The command in its command.txt continues it."

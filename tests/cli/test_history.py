@@ -6,7 +6,7 @@ from autockpt.cli.history import print_table
 from autockpt.errors import RunDirectoryError
 from autockpt.schema import RECOMPUTE
 from autockpt.schema.plan import Plan
-from autockpt.schema.run_directory import RunDirectory, plan_at, plan_file
+from autockpt.schema.run_directory import RunDirectory, plan_at
 from autockpt.schema.trial import Outlook
 from tests.analysis import samples
 from tests.errors import raises
@@ -51,15 +51,15 @@ def test_sets_by_length_are_shown_while_they_are_the_answer(autockpt, tmp_path: 
     said = autockpt("history", str(run.path))
     assert "up to 64 tokens, 75" in said.out and "all larger" in said.out, said.err
     assert len(autockpt("history", str(run.path), "--json").json["sets"]) == 2
-    assert plan_file(run.path) == run.plan_path and len(plan_at(run.path).sets) == 2
+    assert len(plan_at(run.path).sets) == 2
     run.write_plan(Plan(choices={"layers.0-2": "recompute"}))  # a later search of that length alone answered otherwise
     assert "up to 64" not in autockpt("history", str(run.path)).out
     with raises(RunDirectoryError, "command.txt"):
-        plan_file(make_run(tmp_path, "40%").path)
+        plan_at(make_run(tmp_path, "40%").path)
     refused = make_run(tmp_path, "20%")
     refused.write_outlook(Outlook(infeasible="nothing fits 20%"))
     with raises(RunDirectoryError, "nothing fits 20%"):  # its own reason
-        plan_file(refused.path)
+        plan_at(refused.path)
 
 
 def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
