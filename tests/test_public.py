@@ -48,6 +48,7 @@ def test_a_live_step_gets_micro_batch_progress_and_pages(tmp_path: Path, capsys:
     assert (size, times) in ((1, 2), (2, 1)) and plan.status == "measured"
     said = capsys.readouterr().err
     assert "trace" in said and "rows/s" in said and "100 %" in said and "summed in another order" in said
+    assert all(autockpt.trace(step, path.parent).ops for path in tmp_path.glob("*/plan.yaml"))  # a run's directory
     pages = [page.read_text() for page in tmp_path.glob("*/report.html")]
     assert pages and all("faster than" in p or "slower than" in p or "as fast as" in p for p in pages)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -18,6 +18,7 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.graph import Graph, Unit
 from autockpt.schema.hardware import Hardware
 from autockpt.schema.plan import Plan
+from autockpt.schema.run_directory import plan_at
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.tracing.assemble import GraphSource
 from autockpt.tracing.kernels.cuda_kernels import Capability
@@ -212,7 +213,7 @@ def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> dict[st
 def trace(step: Step, plan: Plan | Mapping[str, Choice] | str | Path | None = None) -> Graph:
     """Trace one whole training step of a live model, with a plan attached or without.
 
-    ``plan`` is a Plan, the path of a plan file, or Choice objects by exact unit name. The model, its optimizer and its
+    ``plan`` is a Plan, the path of its file or of a run, or Choice objects by exact unit name. The model, its optimizer and its
     gradients stay as they are. The step is ghost-run where that is possible: nothing is computed, and no memory taken
     for it. Else it is recorded from a real step, and the graph says so. Raises UsageError for what is no Step,
     PlanError for a plan that does not fit the model, WorkloadError where the step fails, GhostError where a model on an
@@ -225,7 +226,7 @@ def trace(step: Step, plan: Plan | Mapping[str, Choice] | str | Path | None = No
         )
     with Tracer.from_step(step) as tracer:
         if isinstance(plan, (str, Path)):
-            plan = Plan.load(plan)
+            plan = plan_at(Path(plan))
         if isinstance(plan, Plan):
             plan = plan.choices_for(tracer.units, tracer.head)
         return tracer.trace(plan)
