@@ -213,9 +213,9 @@ def _in_order(choices: Mapping[str, Choice], units: tuple[Unit, ...]) -> dict[st
 def trace(step: Step, plan: Plan | Mapping[str, Choice] | str | Path | None = None) -> Graph:
     """Trace one whole training step of a live model, with a plan attached or without.
 
-    ``plan`` is a Plan, the path of its file or of a run, or Choice objects by exact unit name. The model, its optimizer and its
-    gradients stay as they are. The step is ghost-run where that is possible: nothing is computed, and no memory taken
-    for it. Else it is recorded from a real step, and the graph says so. Raises UsageError for what is no Step,
+    ``plan`` is a Plan, the path of its file or of a run, or Choice objects by exact unit name. The model, its optimizer
+    and its gradients stay as they are. The step is ghost-run where that is possible: nothing is computed, and no memory
+    taken for it. Else it is recorded from a real step, and the graph says so. Raises UsageError for what is no Step,
     PlanError for a plan that does not fit the model, WorkloadError where the step fails, GhostError where a model on an
     accelerator cannot be traced without real steps.
     """
