@@ -31,7 +31,7 @@ BudgetKind = Literal["bytes", "share", "activation_share", "auto"]
 
 
 class Budget(Data):
-    """A memory budget as it was asked for; ``resolve`` turns it into bytes once the job's own peaks are known."""
+    """A memory budget as it was asked for; ``resolved`` gives its bytes once the job's own peaks are known."""
 
     text: str
     kind: BudgetKind
@@ -42,19 +42,15 @@ class Budget(Data):
     def __str__(self) -> str:
         return self.text
 
-    def resolve(self, save_all_peak: int, leanest_peak: int, capacity: int) -> int:
-        """The budget less its headroom, in bytes: what plans are compared with."""
-        return self.resolved(save_all_peak, leanest_peak, capacity).bytes
-
     @property
     def budget_bytes(self) -> int | None:
         """Bytes, headroom taken off; None where they depend on the job or the device."""
-        return self.resolve(0, 0, 0) if self.kind == "bytes" else None
+        return self.resolved(0, 0, 0).bytes if self.kind == "bytes" else None
 
     def resolved(
         self, save_all_peak: int, leanest_peak: int, capacity: int, device_kind: str | None = None
     ) -> ResolvedBudget:
-        """The same with the words it was asked in and what it covers on a kind of device.
+        """The budget less its headroom, in bytes, with the words it was asked in and what it covers on this device.
 
         ``save_all_peak`` and ``leanest_peak`` are this job's peaks in bytes when every unit saves everything and when
         each does what needs least, with a plain output head; in compiled training when every layer recomputes.

@@ -118,14 +118,14 @@ def what_if_of(
     ``environment`` and ``used_by_others`` are of the local device, as the measuring process sees them.
     """
     if (hardware := request.hardware) is not None:
-        budget_bytes = min(request.budget.resolve(0, 0, hardware.memory_bytes), hardware.memory_bytes)
+        budget_bytes = min(request.budget.resolved(0, 0, hardware.memory_bytes).bytes, hardware.memory_bytes)
         memory, times = simulated_memory(hardware, budget_bytes), partial(roofline_times, hardware)
         allowed = tuple(kind for kind in kinds if not (hardware.unified_memory and kind in MOVING))  # frees nothing
         return WhatIf(budget_bytes, times, allowed, memory)
     if environment is None:
         environment, used_by_others = local_device(request)
     room = environment.device.capacity_bytes - used_by_others
-    budget_bytes, times = min(request.budget.resolve(0, 0, room), room), partial(nominal_op_times, environment)
+    budget_bytes, times = min(request.budget.resolved(0, 0, room).bytes, room), partial(nominal_op_times, environment)
     return WhatIf(budget_bytes, times, tuple(kinds), local_memory(environment, budget_bytes))
 
 

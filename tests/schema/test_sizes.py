@@ -40,15 +40,15 @@ def test_arbitrary_text_is_a_budget_or_a_usage_error(text: str) -> None:
         budget = parse_budget(text)
     except UsageError:
         return
-    assert budget.resolve(10**9, 10**8, 10**10) > 0
+    assert budget.resolved(10**9, 10**8, 10**10).bytes > 0
 
 
 def test_shares_are_of_the_jobs_own_peaks() -> None:
-    assert parse_budget("60%").resolve(1000, 200, 5000) == 600
-    assert parse_budget("60%act").resolve(1000, 200, 5000) == 680
-    assert parse_budget("100%act").resolve(1000, 200, 5000) == 1000
-    assert parse_budget("auto").resolve(1000, 200, 5000) == 5000
-    assert parse_budget("3KB").resolve(1000, 200, 5000) == 3000
+    assert parse_budget("60%").resolved(1000, 200, 5000).bytes == 600
+    assert parse_budget("60%act").resolved(1000, 200, 5000).bytes == 680
+    assert parse_budget("100%act").resolved(1000, 200, 5000).bytes == 1000
+    assert parse_budget("auto").resolved(1000, 200, 5000).bytes == 5000
+    assert parse_budget("3KB").resolved(1000, 200, 5000).bytes == 3000
 
 
 @pytest.mark.parametrize(

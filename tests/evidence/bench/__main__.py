@@ -81,7 +81,7 @@ class Bench:
         for budget in map(parse_budget, budgets):
             if budget.kind not in ("share", "bytes") or (budget.kind == "share" and plain.peak_bytes is None):
                 raise UsageError(f"a bench has no budget {budget.text!r}", remedy="Write sizes, as in 24GB.")
-            self.budgets[budget.text] = budget.resolve(plain.peak_bytes or 0, 0, 0)
+            self.budgets[budget.text] = budget.resolved(plain.peak_bytes or 0, 0, 0).bytes
         for name in (name for name in PEERS if name in peers and name != PLAIN):
             if missing[name]:
                 self.rows[name] = Row(name, name, state="missing", message=missing[name])
