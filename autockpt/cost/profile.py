@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from autockpt.cost.fronts import FEWER_SETS, MOST_SETS, remake_front, selective_front
@@ -71,15 +71,13 @@ class Heads(NamedTuple):
 class CostModel:
     """What is known of a workload's costs. ``base`` is the ghost run of plain training; sizes are in bytes.
 
-    ``head`` is the output head if it has choices, with a kind and so a menu of its own. ``segments`` are the options of
-    several units together, where these are searched.
+    ``segments`` are the options of several units together, where these are searched.
     """
 
     profile: Profile
     base: Graph
     predictor: Predictor
     used_by_others: int = 0
-    head: Unit | None = None
     segments: Segments = field(default_factory=dict)
     _checks: dict[str, Checked] = field(default_factory=dict, repr=False, compare=False)
 
@@ -92,6 +90,11 @@ class CostModel:
     def blocks(self) -> tuple[Unit, ...]:
         """The repeated units that plans are made for, in order of execution."""
         return self.base.blocks()
+
+    @cached_property
+    def head(self) -> Unit | None:
+        """The output head if it has choices, with a kind and so a menu of its own."""
+        return self.profile.head(self.blocks)
 
     def plan(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
         """The solver's choices as a plan, in which an output head that saves is not named."""
@@ -372,7 +375,6 @@ def build_profile(
     if regathered:
         kept = {block.name: GATHERED for block in base.blocks() if (block.kind, GATHERED) in variants}
         menus = with_gathered(menus, base, predictor.graph(kept), predictor.simulation)
-    unit = None
     if head is not None and head.graphs:
         unit = head.unit.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})
         menus = (*menus, head_menu(base, unit, head.graphs, predictor.simulation))
@@ -385,7 +387,7 @@ def build_profile(
         save_all_seconds=predictor.simulation(base).step_seconds,
     )
     segments = segments_of(base, menus) if Segment().kind in uniform else {}
-    return CostModel(profile, base, predictor, used_by_others, unit, segments)
+    return CostModel(profile, base, predictor, used_by_others, segments)
 
 
 def _choices_to_try(

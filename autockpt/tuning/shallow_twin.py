@@ -61,15 +61,12 @@ def transplanted(
         by_kind[twins[kind]].model_copy(update={"kind": kind, "representative": unit.name})
         for kind, unit in representatives(base.blocks()).items()
     )
-    head = small.head
-    if head is not None:
-        head = head.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})
     offered = {menu.kind: [item.choice for item in menu.items] for menu in menus}
     lean = {
         unit.name: RECOMPUTE if RECOMPUTE in offered[unit.kind] else offered[unit.kind][-1] for unit in base.blocks()
     }
-    if head is not None:
-        menus = (*menus, small.profile.menus[-1].model_copy(update={"kind": head.kind}))
+    if small.head is not None:
+        menus = (*menus, small.profile.menus[-1].model_copy(update={"kind": 1 + max(menu.kind for menu in menus)}))
     profile = small.profile.model_copy(
         update={
             "menus": menus,
@@ -78,7 +75,7 @@ def transplanted(
         }
     )
     segments = segments_of(base, menus) if small.segments else {}
-    cost_model = CostModel(profile, base, predictor, small.used_by_others, head, segments)
+    cost_model = CostModel(profile, base, predictor, small.used_by_others, segments)
     cost_model.check(lean)
     return cost_model
 
