@@ -5,7 +5,7 @@
 
 from autockpt.cost.op_times import cached_op_times
 from autockpt.cost.op_times import forget as forget_op_times
-from autockpt.cost.predictor import AnyTracer, MemoryModel, Predictor, local_memory, memory_note, simulated_memory
+from autockpt.cost.predictor import MemoryModel, Predictor, local_memory, memory_note, simulated_memory
 from autockpt.cost.problem import build_problem
 from autockpt.cost.profile import (
     LEAN_CALLS,

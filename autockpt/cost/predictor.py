@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from autockpt.checkpointing.fingerprint import TABLE_BYTES
 from autockpt.cost.simulation import Simulation, simulate
@@ -18,18 +17,11 @@ from autockpt.schema import Choice, DeviceInfo, Environment, Graph, Hardware, Op
 from autockpt.schema.device import ALLOCATOR_SETTINGS, WITHOUT_STREAMS
 from autockpt.schema.request import Listener, Silence
 from autockpt.schema.trial import GhostAnswer
+from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.allocator import Event, replay, requests
 from autockpt.tracing.kernels.cuda_memory import with_resident
 
 REMEMBERED_OPS = 100_000  # of the graphs that are kept: about 0.3 GB
-
-
-class AnyTracer(Protocol):
-    """What can ghost-run plans: a ``Tracer``, or a stand-in. ``ahead`` may begin with plans before they are needed."""
-
-    def ahead(self, plans: Iterable[Mapping[str, Choice]]) -> None: ...
-
-    def trace(self, choices: Mapping[str, Choice] | None = None) -> Graph: ...
 
 
 class Predictor:
@@ -41,7 +33,7 @@ class Predictor:
 
     def __init__(
         self,
-        tracer: AnyTracer | None,
+        tracer: Tracer | None,
         times: OpTimes,
         host_budget: int | None = None,
         memory: MemoryModel | None = None,

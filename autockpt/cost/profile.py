@@ -23,7 +23,7 @@ from autockpt.cost.menus import (
     with_gathered,
 )
 from autockpt.cost.op_times import ANCHORS, TIMED_OPS, cached_op_times, calibrated, store
-from autockpt.cost.predictor import AnyTracer, MemoryModel, Predictor
+from autockpt.cost.predictor import MemoryModel, Predictor
 from autockpt.cost.problem import build_problem, passed_on, point_bytes
 from autockpt.cost.simulation import simulate
 from autockpt.devices import host_bytes_of
@@ -48,6 +48,7 @@ from autockpt.schema.request import Listener, Silence
 from autockpt.solvers import Checked, Segments, exact, refine
 from autockpt.solvers.problem import Problem, peak_of
 from autockpt.solvers.segments import Member, segmented
+from autockpt.tracing import Tracer
 
 T = TypeVar("T")
 NUMBERS = re.compile(r"\d+")
@@ -280,7 +281,7 @@ def leanest_uniform(graphs: UniformRuns) -> tuple[dict[str, Choice], Graph]:
 
 
 def uniform_graphs(
-    tracer: AnyTracer,
+    tracer: Tracer,
     blocks: Sequence[Unit],
     kinds: Sequence[str],
     besides: Mapping[str, Choice] | None = None,
@@ -300,7 +301,7 @@ def uniform_graphs(
 
 
 def head_graphs(
-    tracer: AnyTracer, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
+    tracer: Tracer, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
 ) -> Heads | None:
     """Ghost runs with each choice on the output head alone, without those that the model refuses."""
     if head is None:
@@ -309,7 +310,7 @@ def head_graphs(
 
 
 def _ghost_runs(
-    tracer: AnyTracer, plans: Mapping[T, Mapping[str, Choice]], listener: Listener
+    tracer: Tracer, plans: Mapping[T, Mapping[str, Choice]], listener: Listener
 ) -> tuple[dict[T, Graph], ConflictError | None]:
     """The ghost runs of plans that the model does not refuse, and its last refusal."""
     found: dict[T, Graph] = {}
@@ -325,7 +326,7 @@ def _ghost_runs(
 
 
 def build_profile(
-    tracer: AnyTracer,
+    tracer: Tracer,
     times: OpTimes,
     uniform: UniformRuns,
     *,

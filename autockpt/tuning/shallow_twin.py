@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autockpt.cost import AnyTracer, CostModel, MemoryModel, Predictor
+from autockpt.cost import CostModel, MemoryModel, Predictor
 from autockpt.cost.menus import representatives
 from autockpt.cost.profile import segments_of
 from autockpt.errors import AutockptError
@@ -45,7 +45,7 @@ def open_twin(stack: ExitStack, spec: WorkloadSpec, tracer: Tracer, hardware: Ha
 
 
 def transplanted(
-    small: CostModel, base: Graph, tracer: AnyTracer, memory: MemoryModel | None = None, listener: Listener = Silence()
+    small: CostModel, base: Graph, tracer: Tracer, memory: MemoryModel | None = None, listener: Listener = Silence()
 ) -> CostModel:
     """The profile of the whole model, whose ghost run is ``base``, with the menus of its shallow twin.
 

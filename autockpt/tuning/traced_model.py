@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autockpt.cost import AnyTracer, CostModel, MemoryModel, UniformRuns, build_profile, uniform_graphs
+from autockpt.cost import CostModel, MemoryModel, UniformRuns, build_profile, uniform_graphs
 from autockpt.cost.profile import Heads, head_graphs
 from autockpt.cost.roofline import nominal_op_times, roofline_times
 from autockpt.devices import Device, get_device
@@ -75,7 +75,7 @@ class TracedModel:
     heads: Heads | None
     space: SearchSpace
     notes: tuple[str, ...] = ()
-    twin: AnyTracer | None = None
+    twin: Tracer | None = None
     base: Graph | None = None
 
     @property
