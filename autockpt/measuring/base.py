@@ -11,6 +11,7 @@ from autockpt.schema.choices import Choice
 from autockpt.schema.device import Environment
 from autockpt.schema.request import Listener
 from autockpt.schema.trial import Measurement
+from autockpt.workload.step import ignore
 
 Choices = Mapping[str, Choice]
 TIMED_CYCLE = "timed cycle"
@@ -27,7 +28,7 @@ class Measurer:
 
     environment: Environment
     """The device and versions that the numbers belong to."""
-    beat: Callable[[str], None]
+    beat: Callable[[str], None] = staticmethod(ignore)
     """Called with a word whenever a part of the work has ended, such as a cycle: a sign of life."""
 
     def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:

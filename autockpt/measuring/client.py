@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from autockpt.process import Child, ChildDied, ChildSilent, child_environment, l
 from autockpt.schema.device import Environment
 from autockpt.schema.plan import CompileMode
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload.step import ignore
 
 _MODULE = "autockpt.measuring.worker"
 _SIGKILL = -9
@@ -51,7 +50,6 @@ class WorkerMeasurer(Measurer):
         self._workload = {"spec": spec, "device": device_name, "host_budget": host_budget, "compile": compile}
         self._wanted = get_device(device_name).environment
         self.patience = PATIENCE_SECONDS
-        self.beat: Callable[[str], None] = ignore
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
         self._child: Child | None = None
         self._environment: Environment | None = None

@@ -60,15 +60,6 @@ class LocalMeasurer(Measurer):
         self._runner.barrier = barrier
         self._runner.recordings = recordings if self._device.kind == "cpu" else 1
 
-    @property
-    def beat(self) -> Callable[[str], None]:
-        """See ``Measurer``."""
-        return self._runner.beat
-
-    @beat.setter
-    def beat(self, heard: Callable[[str], None]) -> None:
-        self._runner.beat = heard
-
     def close(self) -> None:
         """Restore the user's state. The second call does nothing."""
         with signals_deferred([signal.SIGINT]):
@@ -87,6 +78,7 @@ class LocalMeasurer(Measurer):
         """Run a request with the device as the current one, as seeds and events need it."""
         if self._snapshot is None:
             raise MeasurementError("this measurer is closed", remedy="Make a new one.")
+        self._runner.beat = self.beat
         device = self._device.torch_device
         with torch.accelerator.device_index(device.index) if device.type != "cpu" else nullcontext():
             return getattr(self._runner, verb)(**arguments)

@@ -182,15 +182,6 @@ class Ranks(Measurer):
         self._timeouts = [(group, _timeout(group)) for group in (*_training_groups(step.model), self._barrier)]
         self._wait_at_most(FIRST_TIMEOUT)
 
-    @property
-    def beat(self) -> Callable[[str], None]:
-        """See ``Measurer``."""
-        return self._local.beat
-
-    @beat.setter
-    def beat(self, heard: Callable[[str], None]) -> None:
-        self._local.beat = heard
-
     def measure(self, choices: Choices, *, steps: int = 5, budget_bytes: int | None = None) -> Measurement:
         """See ``Measurer.measure``: the slowest rank's times, the largest peak."""
         # no limit: a rank that runs into it alone, in the middle of a step, leaves the others waiting
@@ -323,6 +314,7 @@ class Ranks(Measurer):
 
     def _take_part(self, verb: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
         """Do this rank's share; what all of them have to say of theirs."""
+        self._local.beat = self.beat
         try:
             mine: dict[str, Any] = {"result": getattr(self._local, verb)(**asked)}
         except Exception as error:
