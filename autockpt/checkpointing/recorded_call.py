@@ -219,7 +219,7 @@ def _numbers_in(value: Any) -> Any:
     if kind not in (tuple, list, dict) or len(value) > _MOST:
         return value if isinstance(value, _NUMBERS) else kind
     parts = [*value, *value.values()] if kind is dict else value
-    return kind, *[part if isinstance(part, _NUMBERS) else type(part) for part in parts]
+    return kind, *[part if type(part) in _EXACT else _numbers_in(part) for part in parts]
 
 
 def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
