@@ -116,6 +116,7 @@ def _searched(context: Context, task: Task, budget: str) -> dict[str, Any]:
         "seconds": outcome["seconds"],
         "predicted peak": plan.predicted.peak_bytes if plan.predicted else None,
         "peak": plan.measured.peak_bytes if plan.measured else None,
+        "stages": [line for line in ran.stderr.splitlines() if line.endswith("…")],  # and the second each began
         "stopped": outcome["stopped"],
         "notes": outcome["notes"],
         "plan": str(outcome["plan_path"]),
