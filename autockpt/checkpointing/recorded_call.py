@@ -218,8 +218,8 @@ def _numbers_in(value: Any) -> Any:
     kind = type(value)
     if kind not in (tuple, list, dict) or len(value) > _MOST:
         return value if isinstance(value, _NUMBERS) else kind
-    parts = [*value, *value.values()] if kind is dict else value
-    return kind, *[part if type(part) in _EXACT else _numbers_in(part) for part in parts]
+    parts = (*value, *value.values()) if kind is dict else value
+    return kind, *(parts if _EXACT.issuperset(map(type, parts)) else map(_numbers_in, parts))
 
 
 def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
