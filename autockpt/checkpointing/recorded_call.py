@@ -76,7 +76,8 @@ _MOST = 64
 _EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 _NUMBERS = (Number, str, Enum, range, type(None))
 """What tells calls apart by its value, NumPy's numbers among it."""
-_MAY_BECOME_ONE = (*_NUMBERS, tuple, list, dict, torch.Tensor)
+_CONTAINERS = (tuple, list, dict)
+_MAY_BECOME_ONE = (*_NUMBERS, *_CONTAINERS, torch.Tensor)
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _NOTHING = nullcontext()
 _KEPT = Position(None)
@@ -128,15 +129,13 @@ class RecordedUnit(CheckpointedUnit):
         self._compares = compares
         self.signatures: dict[Any, Signature] = {}
 
-    def next_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Sequence[torch.Tensor | None]
-    ) -> tuple[Signature, list[torch.Tensor], bool]:
+    def next_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Signature, list[torch.Tensor], bool]:
         """A call begins: its signature, the tensors that it is given, and whether it is to be recorded."""
         tensors: list[torch.Tensor] = []
         key: Any = None
         try:
             # which weights train decides what is saved
-            trains = map(getattr, weights, itertools.repeat("requires_grad"), itertools.repeat(False))
+            trains = [getattr(home.get(name), "requires_grad", False) for home, name in self.weights]
             key = *self._key(args, kwargs, tensors), *trains
             signature = self.signatures.get(key)
         except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
@@ -215,11 +214,7 @@ class RecordedUnit(CheckpointedUnit):
 
 def _numbers_in(value: Any) -> Any:
     """A number, those in a container of a few (PEFT has a scale for each adapter in a dictionary), or the type."""
-    kind = type(value)
-    if kind not in (tuple, list, dict) or len(value) > _MOST:
-        return value if isinstance(value, _NUMBERS) else kind
-    parts = (*value, *value.values()) if kind is dict else value
-    return kind, *(parts if _EXACT.issuperset(map(type, parts)) else map(_numbers_in, parts))
+    return type(value) if isinstance(value, _CONTAINERS) and len(value) > _MOST else _plain_parts(value, [])
 
 
 def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -229,7 +224,7 @@ def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
         return value
     if issubclass(kind, torch.Tensor):
         tensors.append(value)
-        return None
+        return kind
     if kind is tuple or kind is list:
         return kind, *[part if type(part) in _EXACT else _plain_parts(part, tensors) for part in value]
     if kind is dict:
@@ -254,15 +249,14 @@ class RecordedCall:
 
     def __init__(self, unit: RecordedUnit, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._unit = unit
-        weights = [home.get(name) for home, name in unit.weights]
-        self._signature, self._tensors, self.is_recorded = signature, _, _ = unit.next_call(args, kwargs, weights)
+        self._signature, self._tensors, self.is_recorded = signature, _, _ = unit.next_call(args, kwargs)
         self._observer = unit.check.observer(new=signature.recipe is None)
         self._memo: dict[int, torch.Tensor] = {}  # values that were made, until every position has them
         self._left: dict[int, int] | None = None  # positions that wait for a value
         self._stream: Any = None  # that they were made on
         if not self.is_recorded:
             assert signature.recipe is not None
-            self._follow(signature.recipe, weights)
+            self._follow(signature.recipe, [home.get(name) for home, name in unit.weights])
 
     def _follow(self, recipe: Recipe, weights: Sequence[torch.Tensor | None]) -> None:
         """Take what the recipe starts from."""
