@@ -24,7 +24,8 @@ hooks_in_force: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_de
 # torch has no public question for it; its trees of CUDA graphs ask this
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 _ALONE = torch.empty(0, device="cpu")  # made once: a steady forward asks, and each op of its own would be recorded
-_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
+"""Types of what is passed on as it is, and told apart by its value."""
 
 
 class _TensorAt(int):
@@ -72,11 +73,11 @@ def flatten(value: Any, tensors: list[torch.Tensor], generators: list[torch.Gene
             tensors.append(value)
         return _POSITIONS[position] if position < len(_POSITIONS) else _TensorAt(position)
     if kind is tuple or kind is list:
-        return kind([part if type(part) in _PLAIN else flatten(part, tensors, generators) for part in value])
+        return kind([part if type(part) in ATOMS else flatten(part, tensors, generators) for part in value])
     if kind is dict:
         items = value.items()
-        return {key: part if type(part) in _PLAIN else flatten(part, tensors, generators) for key, part in items}
-    if kind in _PLAIN:
+        return {key: part if type(part) in ATOMS else flatten(part, tensors, generators) for key, part in items}
+    if kind in ATOMS:
         return value
     if generators is not None and kind is torch.Generator:
         generators.append(value)
@@ -104,9 +105,9 @@ def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is _TensorAt:
         return tensors[template]
     if kind is tuple or kind is list:
-        return kind([part if type(part) in _PLAIN else unflatten(part, tensors) for part in template])
+        return kind([part if type(part) in ATOMS else unflatten(part, tensors) for part in template])
     if kind is dict:
-        return {key: part if type(part) in _PLAIN else unflatten(part, tensors) for key, part in template.items()}
+        return {key: part if type(part) in ATOMS else unflatten(part, tensors) for key, part in template.items()}
     if kind is _Tree:
         return template.spec.unflatten([unflatten(leaf, tensors) for leaf in template.leaves])
     if kind is _Cache:

@@ -42,6 +42,9 @@ _AT_A_TIME = SUMS << 14
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """How far apart, relative to its length, a gradient may be for another order of sums, by the coarsest type in use."""
 
+PLAIN = frozenset((torch.Tensor, nn.Parameter))
+"""Types of tensors that are their memory and nothing else."""
+
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], Any]
 
 
@@ -54,7 +57,7 @@ def quietly() -> Iterator[None]:
 
 def why_not(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no fingerprint; None where it has one. Parameters count as plain tensors."""
-    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+    if type(tensor) in PLAIN and tensor.layout is torch.strided:
         odd = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.is_meta
         if not odd and (not tensor.numel() or tensor.untyped_storage().nbytes()):
             return None

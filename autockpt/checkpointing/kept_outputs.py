@@ -31,14 +31,13 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from autockpt.checkpointing.fingerprint import fingerprint, layout_of, quietly, why_not
+from autockpt.checkpointing.fingerprint import PLAIN, fingerprint, layout_of, quietly, why_not
 from autockpt.checkpointing.frame import ALL, CheckpointFrame, diverged
 from autockpt.checkpointing.module_state import Entry
 from autockpt.checkpointing.op_table import draws_random_numbers
 from autockpt.checkpointing.replay_context import current_transform
 from autockpt.checkpointing.unit import CheckpointedUnit
 
-_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _MOST_PATTERNS = 16
 _OWN_SHARE = 4  # what a call saves of its own is kept up to this part of its output
 _type_of = operator.attrgetter("shape", "dtype", "requires_grad")
@@ -106,7 +105,7 @@ class KeptCall:
         """It was ``given`` this, and returned ``output``. Nothing is learned where it has to run again."""
         numbers: dict[Any, int] = {}
         for number, value in enumerate(given):
-            if type(value) in _PLAIN and value.layout is torch.strided:
+            if type(value) in PLAIN and value.layout is torch.strided:
                 # queries, keys and values may be parts of one memory, or one tensor
                 memory, place = _memory(value), (_memory(value), value.storage_offset())
                 self.is_ambiguous |= place in numbers
@@ -120,7 +119,7 @@ class KeptCall:
         own: dict[int, tuple[torch.Tensor, int]] = {}
         origins: list[Origin] = []
         for nth, tensor in enumerate(saved, self.begin):
-            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+            plain = type(tensor) in PLAIN and tensor.layout is torch.strided
             if plain:
                 origin = _plain_origin(tensor, given, numbers)
             else:  # quantised weights and the like are saved as they are
@@ -299,7 +298,7 @@ class KeepingFrame(CheckpointFrame):
         call = KeptCall(scope, function, len(self._sizes))
         self._learning.append(call)  # first, for calls that fail: the unit may go on
         before = self._context.now() if self._unchecked is not None else None
-        plain = (v for v in _given(function, args, kwargs) if type(v) in _PLAIN and not v.is_inference())
+        plain = (v for v in _given(function, args, kwargs) if type(v) in PLAIN and not v.is_inference())
         given = [(value, value._version) for value in plain]
         self._noted = noted = []
         try:
@@ -459,7 +458,7 @@ def _cast_origin(tensor: torch.Tensor, given: Sequence[Any]) -> Origin | None:
     others = [
         (n, value)
         for n, value in enumerate(given)
-        if type(value) in _PLAIN and value.dtype is not whole.dtype
+        if type(value) in PLAIN and value.dtype is not whole.dtype
         if (value.is_floating_point() or value.dtype is torch.bool)
         if not whole._version and value.size() == whole.size() and value.requires_grad == whole.requires_grad
     ]
@@ -536,7 +535,7 @@ class FunctionScopes(TorchFunctionMode):
         kwargs = kwargs or {}
         self._scope.called = True
         if func is nn.functional.multi_head_attention_forward:  # which calls others
-            if _get_current_function_mode_stack() or not _PLAIN.issuperset(types):
+            if _get_current_function_mode_stack() or not PLAIN.issuperset(types):
                 return func(*args, **kwargs)  # it asks these, too, so what it calls runs again
             with FunctionScopes(self._frame, self._scope):
                 return _without_its_question(func)(*args, **kwargs)

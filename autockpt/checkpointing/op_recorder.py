@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 
+from autockpt.checkpointing.fingerprint import PLAIN
 from autockpt.checkpointing.op_table import STATISTICS, draws_random_numbers, kind_of, written_by
 from autockpt.checkpointing.replay_context import current_transform, switches
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 _FLAGS = operator.attrgetter("enabled", "deterministic", "conv.fp32_precision")
 _UNKNOWN: Any = object()  # in the place of an argument that cannot be noted
 
@@ -31,7 +30,7 @@ Geometry = tuple[torch.Size, tuple[int, ...], int]
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether storage, geometry and dtype are all that there is to a tensor."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_complex() or tensor.is_neg() or tensor.is_inference() or tensor.is_quantized)
 

@@ -52,7 +52,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten  # torch has no public one
 
-from autockpt.checkpointing.arguments import Held, hold, unpack
+from autockpt.checkpointing.arguments import ATOMS, Held, hold, unpack
 from autockpt.checkpointing.divergence import FIRST_CALLS, UnitCheck
 from autockpt.checkpointing.fingerprint import stream_of
 from autockpt.checkpointing.op_recorder import OpRecorder
@@ -73,13 +73,11 @@ _MISSES = 3
 """So often may calls of a kind turn out to do something else; from then on each is recorded."""
 _MOST = 64
 """Signatures of a unit whose recipes are known at a time."""
-_EXACT = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
 _NUMBERS = (Number, str, Enum, range, type(None))
 """What tells calls apart by its value, NumPy's numbers among it."""
 _CONTAINERS = (tuple, list, dict)
 _MAY_BECOME_ONE = (*_NUMBERS, *_CONTAINERS, torch.Tensor)
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_NOTHING = nullcontext()
 _KEPT = Position(None)
 _BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
 _kind_of = operator.attrgetter("shape", "dtype", "requires_grad", "is_leaf", "device", "__class__")
@@ -174,7 +172,7 @@ class RecordedUnit(CheckpointedUnit):
             named = [(home, n) for home in fields for n, v in home.items() if isinstance(v, _MAY_BECOME_ONE)]
             self._numbers = [(home, name) for home, name in named if name not in _OF_ALL_MODULES]
         values = [home.get(name) for home, name in self._numbers]
-        return tuple([v if type(v) in _EXACT else _numbers_in(v) for v in values])
+        return tuple([v if type(v) in ATOMS else _numbers_in(v) for v in values])
 
     def leave_out_changed(self, before: tuple[Any, ...]) -> None:
         """A forward has ended that began with these numbers: such as it changed, as a counter, tell no calls apart."""
@@ -220,16 +218,16 @@ def _numbers_in(value: Any) -> Any:
 def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
     """What tells one call's arguments from another's besides their tensors, which are appended to the list."""
     kind = type(value)
-    if kind in _EXACT:
+    if kind in ATOMS:
         return value
     if issubclass(kind, torch.Tensor):
         tensors.append(value)
         return kind
     if kind is tuple or kind is list:
-        return kind, *[part if type(part) in _EXACT else _plain_parts(part, tensors) for part in value]
+        return kind, *[part if type(part) in ATOMS else _plain_parts(part, tensors) for part in value]
     if kind is dict:
         parts = value.values()
-        return kind, *value, *[part if type(part) in _EXACT else _plain_parts(part, tensors) for part in parts]
+        return kind, *value, *[part if type(part) in ATOMS else _plain_parts(part, tensors) for part in parts]
     if isinstance(value, _NUMBERS):
         return kind, value
     if kind is slice:
@@ -425,7 +423,7 @@ class RecordedCall:
         uses, memo = recipe.uses, self._memo
         below, uncast, plain = _C._AutoDispatchBelowAutograd(), _C._DisableAutocast(), _C.DisableTorchFunction()
         now, unit = switches(), self._unit.name
-        alone = _NOTHING if now == recipe.switches else one_at_a_time(unit)  # they belong to the process
+        alone = nullcontext() if now == recipe.switches else one_at_a_time(unit)  # they belong to the process
         with below, uncast, plain, running_again(unit), torch.enable_grad(), alone:
             set_switches(recipe.switches, now)
             try:
