@@ -98,7 +98,8 @@ class CheckpointFrame:
         self._parameters = parameters = unit.parameters()
         try:
             self._template = flatten((args, kwargs), live, generators)
-            kind = unit.kind_of(live)
+            self._training = training = unit.training()
+            kind = unit.kind_of(live, training)
             self._unchecked = unchecked = kind.schedule.next()
             self._inputs = hold(live)
             self._versions = [parameter._version for parameter in parameters if parameter is not None]
@@ -109,7 +110,6 @@ class CheckpointFrame:
                 raise _unreadable(error, unit.name) from error
             raise
         self._trains = [tensor.requires_grad for tensor in live]
-        self._training = unit.training()
         self._before: list[Entry] = unit.state.take() if unit.state.changing else []
         self._index_numbers = kind.indices
         self._indices: dict[int, tuple[torch.Tensor, int]] = {}

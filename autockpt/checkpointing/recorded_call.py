@@ -139,7 +139,7 @@ class RecordedUnit(CheckpointedUnit):
         except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
             key = signature = None
         if signature is None:
-            signature = Signature(self.kind_of(tensors))
+            signature = Signature(self.kind_of(tensors, self.training()))
             if key is not None:  # without one nothing tells whether another call's recipe holds
                 if len(self.signatures) >= _MOST:
                     del self.signatures[next(iter(self.signatures))]

@@ -55,9 +55,9 @@ class CheckpointedUnit:
         self._sharded = [vars(m) for m in modules if "_is_fsdp_managed_module" in vars(m)]
         self._sizes = list(map(len, self._whole))
 
-    def kind_of(self, tensors: Sequence[torch.Tensor]) -> CallKind:
-        """The kind of a call with these inputs."""
-        key = (self.module.training, *map(_type_of, tensors))
+    def kind_of(self, tensors: Sequence[torch.Tensor], training: Sequence[bool]) -> CallKind:
+        """The kind of a call with these inputs and ``training`` flags of the modules."""
+        key = (*training, *map(_type_of, tensors))
         if (kind := self._kinds.get(key)) is None:
             accelerators = accelerators_of([*tensors, *self.parameters()])
             # after many calls so many go unchecked that none of the few measured ones is

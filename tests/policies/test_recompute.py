@@ -339,6 +339,25 @@ def test_what_begins_to_count_between_checks_is_an_error():
             model(rows()).sum().backward()
 
 
+def test_a_module_inside_may_begin_to_train():
+    def body(unit, x):
+        unit.count += unit.linear.training
+        return (unit.linear(x) * (unit.count + random.random() * unit.linear.training)).sigmoid()
+
+    def gradients(choices: dict[str, Any]) -> dict[str, Tensor]:
+        random.seed(0)
+        model: Any = Model(body)
+        with attach(model, choices):
+            for step in range(8):
+                for unit in model.units:
+                    unit.count = getattr(unit, "count", 1)
+                    unit.linear.train(step > 4)
+                model(torch.ones(4, 8)).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    assert_equal(gradients(CHOICES), gradients({}))
+
+
 def test_a_large_buffer_changed_in_place_is_an_error(monkeypatch):
     def body(unit, x):
         unit.linear.mean += 1
