@@ -119,7 +119,7 @@ class Position(NamedTuple):
 class Recipe:
     """What to do with each tensor that a call saves. ``programs`` and ``uses`` (dropped positions) by value.
 
-    ``taps``: by module, which of its tensors go into a cell: (turn, argument, cell, form). ``weights``: the strides of
+    ``taps``: by module, which of its tensors go into a cell: (turn, argument, cell, form). ``weights``: the forms of
     those that programs read, by number. ``groups``: cells that dropped tensors are made from.
     """
 
@@ -129,7 +129,7 @@ class Recipe:
         self.uses = Counter[int]()
         self.taps: dict[int, list[tuple[int, int, int, Form]]] = {}
         self.inputs: set[int] = set()
-        self.weights: dict[int, tuple[int, ...]] = {}
+        self.weights: dict[int, Form] = {}
         self.cells = 0
         self.groups: list[tuple[int, ...]] = []
         self.content: list[str] = []
@@ -265,7 +265,7 @@ class Planner:
                 if value.given == "input":
                     self.recipe.inputs.add(value.number)
                 else:
-                    self.recipe.weights[value.number] = value.geometry[1]
+                    self.recipe.weights[value.number] = *value.geometry[:2], value.dtype
             elif id(value.op) not in needed:
                 assert value.op is not None, "it is in reach"
                 needed.add(id(value.op))

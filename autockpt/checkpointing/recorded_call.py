@@ -265,9 +265,9 @@ class RecordedCall:
         inputs = hold([self._tensors[number] for number in recipe.inputs])
         self._inputs: dict[int, Held] = dict(zip(recipe.inputs, inputs, strict=True))
         self._weights: dict[int, tuple[torch.Tensor, int]] = {}
-        for number, strides in recipe.weights.items():
+        for number, form in recipe.weights.items():
             weight = weights[number]
-            if weight is None or weight.stride() != strides:
+            if weight is None or (weight.shape, weight.stride(), weight.dtype) != form:
                 self._keep_the_rest()
                 break
             self._weights[number] = weight.detach(), weight._version  # other memory may be assigned to its `.data`

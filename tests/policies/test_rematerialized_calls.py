@@ -198,6 +198,14 @@ def test_a_tensor_in_the_place_of_none_tells_no_calls_apart(recorded: Any) -> No
     assert [recorded(layer, [8]) for layer.mask in torch.rand(2, 256)] == [[1], []]
 
 
+def test_a_tensor_of_the_modules_own_may_get_longer(recorded: Any) -> None:
+    layer: Any = Mlp(lambda h: h * layer.rows[1:].sum(0))
+    layer.rows = torch.rand(4, 256)
+    recorded(planned(layer), [8] * 4)
+    layer.rows = torch.rand(5, 256)
+    recorded(layer, [8])
+
+
 class Named(NamedTuple):
     scale: float
 
