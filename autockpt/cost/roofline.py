@@ -30,6 +30,8 @@ GROUPED_PARAMETERS = 36
 # Host time of a recomputed region besides its ops (contexts, saved tensors, a second pass through the engine), in ops,
 # for descriptions without it: 87 to 116 were measured (results/roofline_cpu_202611).
 REGION_OPS = 100
+# Ops that restore buffers inside a region, as those of batch norms; they run outside of the modules.
+_RESTORING = ("aten.copy_.default", "aten.detach.default")
 HOSTS = (8e-6, 40e-6)  # seconds per op
 MOSTLY_HOST = 0.6  # of a step
 
@@ -218,8 +220,10 @@ def _rerun_scale(
         region = REGION_OPS * hardware.launch_seconds
     for graph in graphs:
         ops = [op for op in graph.ops if op.phase != "optimizer"]
-        phases = [op.phase for op in ops]
-        begins = [p == "recompute" and (i == 0 or phases[i - 1] != p) for i, p in enumerate(phases)]
+        phases, begins, inside = [op.phase for op in ops], list[bool](), False
+        for op in ops:
+            begins.append(op.phase == "recompute" and not inside)
+            inside = op.phase == "recompute" or (inside and op.target in _RESTORING)
         if not any(begins):
             continue
         cost = np.array(begins) * region

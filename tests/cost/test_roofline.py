@@ -103,8 +103,9 @@ def test_two_clocks_are_what_a_queue_does(ops: list[tuple[float, float]]) -> Non
     assert said == pytest.approx(max(host, device))
 
 
-def test_recomputing_costs_its_ops_and_its_regions() -> None:
-    save, recompute = ghosts(LLAMA, "save", "recompute")
+@pytest.mark.parametrize("spec", [LLAMA, WorkloadSpec(model="resnet-tiny", batch_size=2)], ids=["llama", "batch norms"])
+def test_recomputing_costs_its_ops_and_its_regions(spec: WorkloadSpec) -> None:
+    save, recompute = ghosts(spec, "save", "recompute")
     cpu = load_hardware("cpu")
     times = roofline_times(cpu, (save, recompute))
     again = by_phase(simulate(recompute, times))["recompute"]
