@@ -156,8 +156,7 @@ def measure_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> dict[st
         if (2 + TIMED_SLOWER) * (time.monotonic() - began) > within:
             return {}
         plain = runner.time_cycle()
-        seconds = _seconds_of_ops(runner)
-    optimizer = sum(seconds.pop("", ()))
+        seconds, optimizer = _seconds_of_ops(runner)
     kernels = sum(map(sum, seconds.values()))
     residue = (plain - kernels - optimizer) / max(1, sum(map(len, seconds.values())))
     size = COPY_PROBE_BYTES if device.type == "cpu" else QUEUED_COPY_PROBE_BYTES  # about that of one activation
@@ -182,18 +181,19 @@ def measure_more_in_runner(runner: StepRunner, payload: Mapping[str, Any]) -> di
     """Seconds per signature of a cycle with other ``payload["choices"]``, and nothing else."""
     with runner.attached(parse_choices(payload["choices"])):
         runner.run_cycle()
-        seconds = _seconds_of_ops(runner)
+        seconds, _ = _seconds_of_ops(runner)
     return _medians(seconds)
 
 
-def _seconds_of_ops(runner: StepRunner) -> dict[str, list[float]]:
-    """By signature the seconds of every op of a cycle, by "" those of its optimizer phase."""
+def _seconds_of_ops(runner: StepRunner) -> tuple[dict[str, list[float]], float]:
+    """The seconds of every op of a cycle by signature, and those of its optimizer phase together."""
     timer = OpTimer(runner.device.torch_device, runner.barrier)
     with uncompiled(), timer:
         runner.run_cycle(mark=timer.mark)
     timer.finish()
     runner.beat(TIMED_OPS)
-    return timer.seconds
+    optimizer = sum(timer.seconds.pop("", ()))
+    return timer.seconds, optimizer
 
 
 def _medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:

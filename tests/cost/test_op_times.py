@@ -10,8 +10,11 @@ from torch.distributed import _functional_collectives as functional
 from autockpt.cost import op_times
 from autockpt.cost.op_times import calibrated
 from autockpt.cost.simulation import simulate
+from autockpt.devices import get_device
+from autockpt.measuring import StepRunner
 from autockpt.schema import Graph, OpTimes, parse_choice
 from tests.accelerator import KIND
+from tests.measuring.small_workloads import make_workload
 from tests.runtime.processes import needs_gloo
 from tests.tuning.device import MadeUpDevice
 
@@ -101,6 +104,11 @@ def uniform(*kinds: str) -> dict[str, Graph]:
 def seconds_of(graphs, times: OpTimes, pace: float = 1.0) -> dict[str, float]:
     """What a device with these true times measures when it is slowed down by a factor of ``pace``."""
     return {kind: simulate(graph, times).step_seconds * pace for kind, graph in graphs.items()}
+
+
+def test_the_optimizers_time_is_no_ops():
+    runner = StepRunner(make_workload(), get_device("cpu"))
+    assert "" not in op_times.measure_more_in_runner(runner, {"choices": {}})
 
 
 def test_whole_steps_set_what_single_ops_do_not_tell():
