@@ -53,7 +53,7 @@ class CheckpointedUnit:
         # FullyShardedDataParallel takes parameters away and puts views of its own in their place
         self._whole = [m._parameters for m in modules if "_is_fsdp_managed_module" not in vars(m)]
         self._sharded = [vars(m) for m in modules if "_is_fsdp_managed_module" in vars(m)]
-        self._sizes = list(map(len, self._whole))
+        self._present = [p is not None for home in self._whole for p in home.values()]
 
     def kind_of(self, tensors: Sequence[torch.Tensor], training: Sequence[bool]) -> CallKind:
         """The kind of a call with these inputs and ``training`` flags of the modules."""
@@ -68,7 +68,9 @@ class CheckpointedUnit:
     def has_same_modules(self) -> bool:
         """Whether no module was exchanged, and no module or parameter added or taken away, since this was made."""
         children = [*itertools.chain.from_iterable(map(dict.values, self._modules))]
-        return children == self._children and list(map(len, self._whole)) == self._sizes
+        parameters = itertools.chain.from_iterable(map(dict.values, self._whole))
+        present = [*map(operator.is_not, parameters, itertools.repeat(None))]
+        return children == self._children and present == self._present
 
     def training(self) -> list[bool]:
         """The modules' ``training`` flags."""

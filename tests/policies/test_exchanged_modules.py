@@ -34,7 +34,7 @@ class Memory(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8, bias=False)
         self.inner: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,6 +46,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "exchange deep": lambda block: block.inner.__setitem__(0, Memory()),
     "add": lambda block: block.inner.append(Memory()),
     "take away": lambda block: block.inner.__delitem__(1),
+    "a bias in the place of None": lambda block: setattr(block.linear, "bias", nn.Parameter(torch.ones(8))),
 }
 each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
@@ -55,7 +56,7 @@ def make() -> nn.Module:
 
 
 def rows() -> Tensor:
-    return torch.randn(4, 8)
+    return torch.randn(8, 8)  # as many elements as a weight
 
 
 @pytest.mark.slow
