@@ -283,7 +283,7 @@ class Estimate(Data):
     model: str
     card: str
     batch_size: int | None = Field(description="None: of a live step whose batch has no rows")
-    seq_len: int | None = Field(description="None: of a live step without tokens")
+    seq_len: int | None = Field(description="None: of a step without tokens")
     lora: int | None = Field(default=None, description="rank of LoRA adapters")
     load_in_4bit: bool = Field(default=False, description="the adapters' base is quantised: QLoRA")
     fits: bool

@@ -142,6 +142,7 @@ def _answered(row: Estimate, request: SearchRequest, listener: Listener, **sizes
     return row.model_copy(
         update={
             "fits": True,
+            "seq_len": outcome.settings.get("seq_len") or outcome.settings.get("asked_seq_len"),  # images have none
             "peak_bytes": predicted.peak_bytes,
             "step_seconds": predicted.step_seconds,
             "choices": dict(chosen),

@@ -37,6 +37,8 @@ def test_rows_come_one_by_one_with_a_plan_where_one_is_needed(small_card):
     assert small.peak_bytes and large.peak_bytes
     assert small.peak_bytes < large.peak_bytes <= 0.95 * parse_size("590MB"), "a simulation leaves headroom"
     assert next(rows, None) is None
+    (image,) = autockpt.estimate("vit-tiny", cards=["small"], lora=0)
+    assert image.fits and (image.batch_size, image.seq_len) == (1, None), "an image has no length"
 
 
 @pytest.mark.slow
