@@ -10,7 +10,7 @@ Nominal rates are good for ranking choices, not for seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, prod
 
 import numpy as np
@@ -191,12 +191,14 @@ def waits_for_host(hardware: Hardware, graph: Graph) -> list[str]:
     """
     if hardware.kind == "cpu":
         return []
-    kernels = _kernel_seconds(hardware, [graph])
-    device = np.array([kernels[graph.signatures[op.signature]] for op in graph.ops if op.phase != "optimizer"])
+    kernels, ops = _kernel_seconds(hardware, [graph]), [op for op in graph.ops if op.phase != "optimizer"]
+    runs = np.array(graph.runs)[[op.index for op in ops]]
+    device = np.array([kernels[graph.signatures[op.signature]] for op in ops]) * runs
+    launches = _host_seconds(hardware, device) * runs + _region_seconds(hardware, ops) * runs
     optimizer = _optimizer_seconds(hardware, graph, kernels)
 
     def step(launch_seconds: float) -> tuple[float, float]:
-        host = launch_seconds / hardware.launch_seconds * _host_seconds(hardware, device)
+        host = launch_seconds / hardware.launch_seconds * launches
         return two_clocks(device, host) + optimizer, float(host.sum())
 
     whole, host = step(hardware.launch_seconds)
@@ -210,27 +212,31 @@ def _host_seconds(hardware: Hardware, device: np.ndarray) -> np.ndarray:
     return hardware.launch_seconds * np.where(device > 0, 1.0, VIEW_SHARE)
 
 
+def _region_seconds(hardware: Hardware, ops: Sequence[Op]) -> np.ndarray:
+    """What recomputed regions take of the host besides their ops, where each begins."""
+    begins, inside = list[bool](), False
+    for op in ops:
+        begins.append(op.phase == "recompute" and not inside)
+        inside = op.phase == "recompute" or (inside and op.target in _RESTORING)
+    region = hardware.region_seconds
+    return np.array(begins) * (REGION_OPS * hardware.launch_seconds if region is None else region)
+
+
 def _rerun_scale(
     hardware: Hardware, graphs: Iterable[Graph], kernels: Mapping[str, float], seconds: Mapping[str, float]
 ) -> float:
     """The host's overhead of recomputed regions, as a factor on their ops."""
     extra = again = 0.0
-    region = hardware.region_seconds
-    if region is None:
-        region = REGION_OPS * hardware.launch_seconds
     for graph in graphs:
         ops = [op for op in graph.ops if op.phase != "optimizer"]
-        phases, begins, inside = [op.phase for op in ops], list[bool](), False
-        for op in ops:
-            begins.append(op.phase == "recompute" and not inside)
-            inside = op.phase == "recompute" or (inside and op.target in _RESTORING)
-        if not any(begins):
+        recomputed = [seconds[graph.signatures[op.signature]] for op in ops if op.phase == "recompute"]
+        if not recomputed:
             continue
-        cost = np.array(begins) * region
-        again += sum(seconds[graph.signatures[op.signature]] for op in ops if op.phase == "recompute")
+        cost = _region_seconds(hardware, ops)
+        again += sum(recomputed)
         if hardware.kind == "cpu":
             extra += float(cost.sum())
-            again += hardware.launch_seconds * phases.count("recompute")
+            again += hardware.launch_seconds * len(recomputed)
         else:  # what the queue does not hide
             device = np.array([kernels[graph.signatures[op.signature]] for op in ops])
             host = _host_seconds(hardware, device)

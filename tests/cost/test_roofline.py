@@ -1,5 +1,6 @@
 """Op times from a description: by hand, in proportion, and beside measurements that others have published."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,12 @@ def test_a_step_that_waits_for_its_host_says_what_hosts_make_of_it() -> None:
     (graph,) = ghosts(LLAMA)
     waiting = waits_for_host(load_hardware("h100"), graph)
     assert len(waiting) == 1 and "8 µs" in waiting[0] and "40" in waiting[0]
+    slow = load_hardware("h100").model_copy(update={"launch_seconds": 40e-6})
+    repeated = ghosts(LLAMA.model_copy(update={"accumulate": 6}), "save", "recompute")
+    for graph in repeated:  # all micro-batches count, and what recomputed regions take
+        found = re.search(r"([0-9.]+) ms at 40 µs", waits_for_host(load_hardware("h100"), graph)[0])
+        took = simulate(graph, roofline_times(slow, repeated)).step_seconds
+        assert found is not None and float(found[1]) / 1e3 == pytest.approx(took, rel=0.2)
     assert waits_for_host(load_hardware("h100").model_copy(update={"launch_seconds": 1e-8}), graph) == []
     assert waits_for_host(load_hardware("cpu"), graph) == []
 
