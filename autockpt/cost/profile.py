@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from autockpt.cost.fronts import FEWER_SETS, MOST_SETS, remake_front, selective_front
 from autockpt.cost.menus import (
@@ -59,13 +59,7 @@ _LEANEST = 2  # plans whose least budget is looked for
 
 
 UniformRuns = Mapping[str, tuple[dict[str, Choice], Graph]]  # uniform plans and their ghost runs by choice kind
-
-
-class Heads(NamedTuple):
-    """The output head and the ghost runs in which it has a choice and everything else saves."""
-
-    unit: Unit
-    graphs: Mapping[Choice, Graph]
+HeadRuns = Mapping[Choice, tuple[dict[str, Choice], Graph]]  # those in which the output head alone has a choice
 
 
 @dataclass(frozen=True)
@@ -193,13 +187,13 @@ def measure_op_times(
     *,
     room: int,
     host_budget: int | None = None,
-    head: Heads | None = None,
+    heads: Mapping[Choice, tuple[dict[str, Choice], Graph]] = {},
     listener: Listener = Silence(),
     left: Callable[[], float] = lambda: math.inf,
 ) -> tuple[OpTimes | None, dict[str, Measurement]]:
     """Op times of this workload on the device, cached or measured, and the measurements of whole plans.
 
-    Ops are timed with the leanest of the ``uniform`` plans attached, and again with each choice of the output ``head``.
+    Ops are timed with the leanest of the ``uniform`` plans attached, and again with each choice of the output head.
     Then uniform plans that fit into ``room`` bytes are measured whole, for costs that single ops do not show. The disk
     is timed if the host budget makes plans with it worthwhile. ``left`` gives the seconds left: with few of them whole
     plans are not measured, or there are no op times (None). ``listener`` is notified of each timed cycle.
@@ -209,13 +203,13 @@ def measure_op_times(
     allowed = {kind: pair for kind, pair in uniform.items() if not _over_host(pair[1], device, host_budget)}
     lean, graph = leanest_uniform(allowed)
     disk = wants_disk(uniform, device, host_budget)
-    heads = [] if head is None else [{head.unit.name: choice} for choice in head.graphs]
-    runnable = [graph, *(head.graphs.values() if head is not None else [])]
+    runnable = [graph, *(run for _, run in heads.values())]
     if (known := cached_op_times(runs.environment, runnable, workload, disk=disk)) is not None:
         return known, {}
 
     # without a choice the head may not fit
-    first, *others = [{}, *heads] if graph.peak_bytes <= room or not heads else heads
+    of_heads = [plan for plan, _ in heads.values()]
+    first, *others = [{}, *of_heads] if graph.peak_bytes <= room or not heads else of_heads
     listener.stage("time single ops", 1 + len(others))
     seconds = left()
     payload: dict[str, Any] = {"choices": dump_choices({**lean, **first}), "disk": disk}
@@ -297,28 +291,27 @@ def uniform_graphs(
     found, refused = _ghost_runs(tracer, plans, listener)
     if refused is not None and set(found) <= {SAVE.kind}:
         raise refused
-    return {kind: (plans[kind], graph) for kind, graph in found.items()}
+    return found
 
 
 def head_graphs(
     tracer: Tracer, head: Unit | None, choices: Iterable[Choice], listener: Listener = Silence()
-) -> Heads | None:
+) -> HeadRuns:
     """Ghost runs with each choice on the output head alone, without those that the model refuses."""
-    if head is None:
-        return None
-    return Heads(head, _ghost_runs(tracer, {choice: {head.name: choice} for choice in choices}, listener)[0])
+    plans = {} if head is None else {choice: {head.name: choice} for choice in choices}
+    return _ghost_runs(tracer, plans, listener)[0]
 
 
 def _ghost_runs(
-    tracer: Tracer, plans: Mapping[T, Mapping[str, Choice]], listener: Listener
-) -> tuple[dict[T, Graph], ConflictError | None]:
-    """The ghost runs of plans that the model does not refuse, and its last refusal."""
-    found: dict[T, Graph] = {}
+    tracer: Tracer, plans: Mapping[T, dict[str, Choice]], listener: Listener
+) -> tuple[dict[T, tuple[dict[str, Choice], Graph]], ConflictError | None]:
+    """The plans that the model does not refuse with their ghost runs, and its last refusal."""
+    found: dict[T, tuple[dict[str, Choice], Graph]] = {}
     refused = None
     tracer.ahead(plans.values())
     for key, plan in plans.items():
         try:
-            found[key] = tracer.trace(plan)
+            found[key] = plan, tracer.trace(plan)
         except ConflictError as error:
             refused = error
         listener.advance()
@@ -334,14 +327,14 @@ def build_profile(
     host_budget: int | None = None,
     extra: Iterable[Choice] = (),
     memory: MemoryModel | None = None,
-    head: Heads | None = None,
+    heads: Mapping[Choice, tuple[dict[str, Choice], Graph]] = {},
     gathered: bool = True,
     listener: Listener = Silence(),
     late: Callable[[], bool] = lambda: False,
 ) -> CostModel:
     """Ghost-run each choice on one unit of each kind, and derive its costs.
 
-    ``uniform`` are the ghost runs of ``uniform_graphs``, ``head`` those of ``head_graphs``, ``memory`` is as for
+    ``uniform`` are the ghost runs of ``uniform_graphs``, ``heads`` those of ``head_graphs``, ``memory`` is as for
     ``Predictor``. Menus also get the ``extra`` choices, choices with the disk tier where the host budget (bytes) binds
     and the disk was timed, and under FSDP2 with ``gathered`` every choice with its weights kept gathered. ``listener``
     is notified of the ghost runs. Once it is ``late`` no choices but recomputing are ghost-run.
@@ -376,11 +369,12 @@ def build_profile(
     if regathered:
         kept = {block.name: GATHERED for block in base.blocks() if (block.kind, GATHERED) in variants}
         menus = with_gathered(menus, base, predictor.graph(kept), predictor.simulation)
-    if head is not None and head.graphs:
-        unit = head.unit.model_copy(update={"kind": 1 + max(menu.kind for menu in menus)})
-        menus = (*menus, head_menu(base, unit, head.graphs, predictor.simulation))
-        for choice, graph in head.graphs.items():
-            predictor.learn({unit.name: choice}, graph)
+    if heads:
+        (name,) = {name for plan, _ in heads.values() for name in plan}
+        unit = Unit(name=name, cls="", kind=1 + max(menu.kind for menu in menus), role="head")
+        menus = (*menus, head_menu(base, unit, {c: graph for c, (_, graph) in heads.items()}, predictor.simulation))
+        for plan, graph in heads.values():
+            predictor.learn(plan, graph)
     profile = Profile(
         op_times=times,
         menus=menus,

@@ -134,7 +134,7 @@ def _alternatives_of(prepared: Prepared, clock: Clock) -> tuple[Alternative, ...
     if traced.twin is not None:  # the whole model's are needed
         kinds = [kind for kind in ("recompute", "save") if kind in uniform]
         uniform = uniform_graphs(traced.tracer, blocks_of(traced.tracer), kinds)
-    chunked = traced.heads is not None and any(isinstance(c, ChunkedLoss) for c in traced.heads.graphs)
+    chunked = any(isinstance(choice, ChunkedLoss) for choice in traced.heads)
     return alternatives(request, traced.tracer.settings, uniform, what_if, chunked=chunked)
 
 

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from autockpt.cost import MemoryModel, Predictor, UniformRuns, local_memory, simulated_memory, uniform_graphs
-from autockpt.cost.profile import Heads, head_graphs
+from autockpt.cost.profile import HeadRuns, head_graphs
 from autockpt.cost.roofline import nominal_op_times, roofline_times
 from autockpt.errors import AutockptError, ConflictError, InfeasibleError, UsageError
 from autockpt.measuring.local import refuse_many_processes
@@ -129,10 +129,9 @@ def what_if_of(
     return WhatIf(budget_bytes, times, tuple(kinds), local_memory(environment, budget_bytes))
 
 
-def leanest_head(heads: Heads | None) -> Choice:
+def leanest_head(heads: HeadRuns) -> Choice:
     """The choice of the output head in all variants: the leanest that was ghost-run."""
-    known = heads.graphs if heads is not None else {}
-    return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in known), SAVE)
+    return next((choice for choice in (LEANEST_CHUNKS, CHUNKED_SOFTMAX) if choice in heads), SAVE)
 
 
 def predictions(what_if: WhatIf, uniform: UniformRuns) -> dict[str, Prediction]:

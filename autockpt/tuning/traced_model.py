@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autockpt.cost import CostModel, MemoryModel, UniformRuns, build_profile, uniform_graphs
-from autockpt.cost.profile import Heads, head_graphs
+from autockpt.cost.profile import HeadRuns, head_graphs
 from autockpt.cost.roofline import nominal_op_times, roofline_times
 from autockpt.devices import Device, get_device
 from autockpt.devices.accelerator import without_context
@@ -72,7 +72,7 @@ class TracedModel:
 
     tracer: Tracer
     uniform: UniformRuns
-    heads: Heads | None
+    heads: HeadRuns
     space: SearchSpace
     notes: tuple[str, ...] = ()
     twin: Tracer | None = None
@@ -102,7 +102,7 @@ class TracedModel:
     @property
     def of_heads(self) -> list[Graph]:
         """Ghost runs with a choice on the output head alone."""
-        return [*self.heads.graphs.values()] if self.heads is not None else []
+        return [graph for _, graph in self.heads.values()]
 
     def nominal(self, environment: Environment) -> OpTimes:
         """Op times at nominal rates of the kind of device, for ranking choices only."""
@@ -116,7 +116,7 @@ class TracedModel:
 
     def cost_model(self, times: OpTimes, *, memory: MemoryModel | None = None, **more: Any) -> CostModel:
         """The cost model by these op times; ``memory`` and ``more`` as for ``build_profile``."""
-        more |= {"head": self.heads, "gathered": self.space.gathered}
+        more |= {"heads": self.heads, "gathered": self.space.gathered}
         if self.base is None:
             return build_profile(self.tracer, times, self.uniform, memory=memory, **more)
         small = build_profile(self.twin or self.tracer, times, self.uniform, **more)

@@ -64,7 +64,7 @@ def naming(
     """The alternatives for a job that needs 1,000 B while it saves everything, after two seconds."""
     tracer = SimpleNamespace(settings=SETTINGS, notes=notes, head=None)
     graph = SimpleNamespace(resident={})
-    facts = {"tracer": tracer, "heads": None, "twin": None, "left_out": left_out}
+    facts = {"tracer": tracer, "heads": {}, "twin": None, "left_out": left_out}
     found: Any = SimpleNamespace(**facts, uniform={"recompute": ({}, graph)}, plain=graph)
     clock = Clock(Silence(), timeout)
     clock.began -= 2.0

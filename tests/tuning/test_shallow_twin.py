@@ -64,9 +64,9 @@ def test_the_menus_are_those_of_the_whole_model(
         small = uniform_graphs(twin, small_blocks, space.choices)
         heads = [head_graphs(traces, tracer.head, [CHUNKED_SOFTMAX]) for traces in (twin, tracer)]
         graphs = [graph for _, graph in (*small.values(), *whole.values())]
-        times = roofline_times(card, [*graphs, *(graph for head in heads if head for graph in head.graphs.values())])
-        mine = depth.transplanted(build_profile(twin, times, small, head=heads[0]), whole["save"][1], tracer)
-        real = build_profile(tracer, times, whole, head=heads[1])
+        times = roofline_times(card, [*graphs, *(graph for runs in heads for _, graph in runs.values())])
+        mine = depth.transplanted(build_profile(twin, times, small, heads=heads[0]), whole["save"][1], tracer)
+        real = build_profile(tracer, times, whole, heads=heads[1])
         assert [m.representative for m in mine.profile.menus] == [m.representative for m in real.profile.menus]
         for menu, reference in zip(mine.profile.menus, real.profile.menus, strict=True):
             for item, other in zip(menu.items, reference.items, strict=True):

@@ -122,7 +122,7 @@ class Target:
 
 def _seeds(request: SearchRequest, traced: TracedModel) -> tuple[dict[str, dict[str, Choice]], tuple[str, ...]]:
     """The plan to start from, with choices for units that are planned for, and a note on what was left out."""
-    plan, tracer, heads = request.start, traced.tracer, traced.heads
+    plan, tracer = request.start, traced.tracer
     if plan is None:
         return {}, ()
     blocks = [u.name for u in tracer.units if u.role == "block"]
@@ -131,7 +131,7 @@ def _seeds(request: SearchRequest, traced: TracedModel) -> tuple[dict[str, dict[
     inexact = request.allow_inexact or request.compile is not None
     kept = {n: c for n, c in chosen.items() if n in blocks and c.kind not in forbidden and (c.exact or inexact)}
     kept = {n: c for n, c in kept.items() if traced.space.gathered or not c.gathered}
-    kept |= {n: c for n, c in chosen.items() if heads and n == heads.unit.name and c in heads.graphs}
+    kept |= {n: c for n, c in chosen.items() if c in traced.heads}
     left_out = ", ".join(fold({n: c for n, c in chosen.items() if n not in kept}))
     notes = (f"Left out of the plan to start from, as this search does not try it: {left_out}.",) if left_out else ()
     return {f"{plan.status} plan": {**dict.fromkeys(blocks, SAVE), **kept}}, notes

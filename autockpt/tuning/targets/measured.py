@@ -109,7 +109,7 @@ class Measured(Target):
                     prepared.workload_key,
                     room=device.capacity_bytes - device.overhead_bytes - prepared.used_by_others,
                     host_budget=request.host_budget,
-                    head=traced.heads,
+                    heads=traced.heads,
                     listener=clock.listener,
                     left=partial(clock.seconds_within, TIMING),
                 )
