@@ -255,7 +255,7 @@ class _Verification:
             return _check("sentinels", None, "compiled graphs have none; the peak shows what they keep")
         self.listener.stage("check what is recomputed")
         try:
-            return judge_sentinels(self.measurer.call(f"{WORKER}:proven_step", {"choices": self.choices}))
+            return judge_sentinels(self.measurer.call(f"{WORKER}:checked_step", {"choices": self.choices}))
         except (DeviceOutOfMemory, RerunMismatch) as error:
             return _failed("sentinels", error)
 

@@ -51,7 +51,7 @@ def observe_steps(runner: StepRunner, payload: dict[str, Any]) -> Observation:
         return deterministically(observed) if payload["deterministic"] else observed()
 
 
-def proven_step(runner: StepRunner, payload: dict[str, Any]) -> DivergenceCheck:
+def checked_step(runner: StepRunner, payload: dict[str, Any]) -> DivergenceCheck:
     """What sentinels over all that is recomputed or offloaded have checked in one step under ``payload["choices"]``."""
     workload, choices = runner.workload, payload["choices"]
     with (

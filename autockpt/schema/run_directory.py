@@ -185,7 +185,7 @@ class RunDirectory:
             if (plan := self.plan()) is not None:
                 named = [trial for trial in trials if trial.plan_hash == plan.hash and trial.score is not None]
                 return next(iter(named), None)
-        return next(iter(best(trials)), None)
+        return next(iter(ranking(trials)), None)
 
     def add_trial(self, trial: Trial) -> None:
         """Append a trial; what a killed process left of a line is cut off first.
@@ -220,7 +220,7 @@ class RunDirectory:
 
     def best(self, count: int = 1) -> list[Trial]:
         """The fastest plans that fit, fastest first; fewer where no more were tried."""
-        return best(self.trials(), count)
+        return ranking(self.trials())[:count]
 
     def pareto_front(self) -> list[Trial]:
         """Trials that no other is both leaner and faster than, leanest first, whether they fit the budget or not."""
@@ -382,10 +382,10 @@ def _explained(path: Path) -> Iterator[None]:
 # -- what the trials of a run say --------------------------------------------------------------------------------------
 
 
-def best(trials: Sequence[Trial], count: int = 1) -> list[Trial]:
-    """The ``count`` fastest plans that were measured (or simulated) and fit, fastest first."""
+def ranking(trials: Sequence[Trial]) -> list[Trial]:
+    """The plans that were measured (or simulated) and fit, fastest first."""
     fitting = (t for t in trials if t.feasible and t.score is not None)
-    return sorted(fitting, key=lambda t: (t.score_seconds, t.number))[:count]
+    return sorted(fitting, key=lambda t: (t.score_seconds, t.number))
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:

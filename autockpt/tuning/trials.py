@@ -9,7 +9,7 @@ from itertools import groupby
 
 from autockpt.errors import MeasurementError, TimeLimitReached
 from autockpt.schema import SAVE, Choice, Measurement, Prediction, ResolvedBudget, Trial, TrialState, plan_hash
-from autockpt.schema.run_directory import RunDirectory
+from autockpt.schema.run_directory import RunDirectory, ranking
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,7 @@ class Trials:
 
     def ranking(self) -> list[Trial]:
         """Scored trials within the budget, fastest first; none before the budget is known."""
-        if self.budget_bytes is None:
-            return []
-        return sorted((t for t in self.scored if t.feasible), key=lambda t: t.score_seconds)
+        return [] if self.budget_bytes is None else ranking(self.all)
 
     @property
     def best(self) -> Trial | None:

@@ -27,7 +27,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.graph import TensorMeta, Work
-from autockpt.schema.run_directory import RunDirectory, best, directory_name, pareto_front
+from autockpt.schema.run_directory import RunDirectory, directory_name, pareto_front, ranking
 from tests import samples
 from tests.analysis.samples import make_run
 from tests.errors import raises
@@ -274,9 +274,8 @@ def test_best_is_the_fastest_measured_plan_that_fits():
         scored(2, 60, 2.0),
         samples.trial(3, measured=None, state="predicted_over", feasible=False),
     ]
-    assert numbers(best(trials)) == [2]
-    assert numbers(best(trials, 5)) == [2, 1]
-    assert best(trials[:1]) == []
+    assert numbers(ranking(trials)) == [2, 1]
+    assert ranking(trials[:1]) == []
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), max_size=15))

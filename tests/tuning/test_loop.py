@@ -26,7 +26,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.baselines import ALL, EVERY_2, NONE, baseline_plans
-from autockpt.schema.run_directory import RunDirectory, best
+from autockpt.schema.run_directory import RunDirectory
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.base import Target
@@ -111,7 +111,7 @@ def test_a_search_killed_early_calls_nothing_fitting(tmp_path: Path) -> None:
     run, budget = run_in(tmp_path), "auto"
     with pytest.raises(SystemExit):
         search(Killed(), budget, run=run)
-    assert [t.feasible for t in run.trials() if t.measured is not None] == [None] and best(run.trials()) == []
+    assert [t.feasible for t in run.trials() if t.measured is not None] == [None] and run.best() == []
     found = search(MadeUpDevice(), budget, run=run)
     assert all(t.feasible is not None for t in found.trials.all) and found.trials.resumed
 
