@@ -68,23 +68,13 @@ class RunDirectory:
         return f"<autockpt run {self.path.name}>"
 
     @classmethod
-    def enter(
-        cls,
-        root: str | Path,
-        question: Mapping[str, Any],
-        *,
-        model: str,
-        device: str,
-        budget: str = "",
-        fresh: bool = False,
-    ) -> RunDirectory:
-        """The directory of this question under ``root``, made where it is missing.
+    def enter(cls, path: Path, question: Mapping[str, Any], *, fresh: bool = False) -> RunDirectory:
+        """The directory of this question, made where it is missing; ``directory_name`` names it.
 
         ``fresh`` renames an earlier one to ``….1`` first (then ``set_aside`` says where it went). Refuses a directory
         of that name which holds another question or a damaged one.
         """
         question = json.loads(json.dumps(question))
-        path = cls.place(root, question, model=model, device=device, budget=budget)
         run = cls(path, question)
         with _explained(path):
             if fresh and path.exists():
@@ -101,11 +91,6 @@ class RunDirectory:
                 remedy="Use --fresh to set that directory aside, or --out for another place.",
             )
         return run
-
-    @staticmethod
-    def place(root: str | Path, question: Mapping[str, Any], *, model: str, device: str, budget: str = "") -> Path:
-        """Where the directory of this question is, or would be."""
-        return Path(root) / directory_name(model, device, budget, question_hash(question))
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -336,10 +321,10 @@ class RunDirectory:
             atomic_write(self.path / name, data)
 
 
-def directory_name(model: str, device: str, budget: str, digest: str) -> str:
+def directory_name(model: str, device: str, budget: str, question: Mapping[str, Any]) -> str:
     """``llama-tiny_cpu_60pct-act_1a2b3c4d``: readable, safe on every file system, parts joined by underscores."""
     asked = [_slug(budget.replace("%act", "pct-act").replace("%", "pct"))] if budget else []
-    return "_".join([short_name(model), _slug(device), *asked, digest])
+    return "_".join([short_name(model), _slug(device), *asked, question_hash(question)])
 
 
 def short_name(model: str) -> str:

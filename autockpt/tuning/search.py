@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from autockpt.cost.roofline import environment_of_hardware
@@ -19,7 +20,7 @@ from autockpt.measuring.local import ranks_here, refuse_many_processes
 from autockpt.schema import Environment, Listener, SearchOutcome, SearchRequest, Silence
 from autockpt.schema.baselines import ALL
 from autockpt.schema.files import unwritable
-from autockpt.schema.run_directory import RunDirectory, short_name
+from autockpt.schema.run_directory import RunDirectory, directory_name, short_name
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.infeasible import explain_refusal
 from autockpt.tuning.loop import Loop, Proposer
@@ -164,10 +165,10 @@ def _cached_outcome(request: SearchRequest) -> SearchOutcome | None:
         environment = environment_without_context(request.device)
     if environment is None:
         return None
-    asked = _asked(request, environment)
-    if not RunDirectory.place(**asked).exists():
+    path, question = _asked(request, environment)
+    if not path.exists():
         return None
-    run = RunDirectory.enter(**asked)
+    run = RunDirectory.enter(path, question)
     with run.lock():
         if (known := _outcome_of(run, request)) is not None:
             run.add_command(request.command)
@@ -186,21 +187,18 @@ def _enter_run(stack: ExitStack, request: SearchRequest, prepared: Prepared) -> 
         structure["model_fingerprint"] = fingerprint(prepared.traced.tracer.units)
     if request.step is not None:  # which nothing else identifies
         structure |= {"model": request.name, "settings": plain(prepared.settings)}
-    run = RunDirectory.enter(**_asked(request, prepared.environment, **structure), fresh=request.fresh)
+    run = RunDirectory.enter(*_asked(request, prepared.environment, **structure), fresh=request.fresh)
     stack.enter_context(run.lock())
     run.add_command(request.command)
     return run
 
 
-def _asked(request: SearchRequest, environment: Environment, **structure: Any) -> dict[str, Any]:
-    """Arguments of ``RunDirectory.enter``: the question, and what its directory is named after."""
-    return {
-        "root": request.out,
-        "question": request.question(environment, **structure),
-        "model": request.name,
-        "device": request.hardware.name if request.hardware is not None else environment.device.kind,
-        "budget": request.budget.text,
-    }
+def _asked(request: SearchRequest, environment: Environment, **structure: Any) -> tuple[Path, dict[str, Any]]:
+    """The directory of the request's run, and the question that it answers."""
+    assert request.out is not None
+    question = request.question(environment, **structure)
+    device = request.hardware.name if request.hardware is not None else environment.device.kind
+    return request.out / directory_name(request.name, device, request.budget.text, question), question
 
 
 def save_plan_copy(request: SearchRequest, outcome: SearchOutcome) -> SearchOutcome:

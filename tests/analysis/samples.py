@@ -23,7 +23,7 @@ from autockpt.schema import (
     plan_hash,
 )
 from autockpt.schema.profile import MenuItem
-from autockpt.schema.run_directory import RunDirectory
+from autockpt.schema.run_directory import RunDirectory, directory_name
 from tests.samples import MATMUL, small_graph
 
 DEVICE = DeviceInfo(kind="cpu", name="a processor", capacity_bytes=2**34)
@@ -87,7 +87,8 @@ def trials(model: str = "small") -> list[Trial]:
 
 def make_run(root: Path, *, model: str = "small", budget: str = "60%act", answered: bool = True) -> RunDirectory:
     """A run that has come to its end; with ``answered`` False one that was stopped before."""
-    run = RunDirectory.enter(root, {"model": model, "budget": budget}, model="small", device="cpu", budget=budget)
+    question = {"model": model, "budget": budget}
+    run = RunDirectory.enter(root / directory_name("small", "cpu", budget, question), question)
     for trial in trials(model):
         run.add_trial(trial)
     run.write_environment(ENVIRONMENT)

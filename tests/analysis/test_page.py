@@ -90,7 +90,7 @@ def test_names_are_text_and_paths_stay_at_home(tmp_path: Path) -> None:
 def test_a_run_that_has_not_ended_says_so(tmp_path: Path) -> None:
     stopped = Read(run_page(make_run(tmp_path, answered=False)))
     assert "No end of the search is on record" in stopped.said and "#2 knobs" in stopped.said
-    empty = RunDirectory.enter(tmp_path, {"model": "m"}, model="m", device="cpu", budget="auto")
+    empty = RunDirectory.enter(tmp_path / "run", {"model": "m"})
     assert "Nothing was tried yet" in Read(run_page(empty)).said
     empty.write_outlook(Outlook(infeasible="nothing fits 1 <b>"))
     refused = Read(run_page(empty)).said

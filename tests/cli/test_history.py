@@ -14,7 +14,7 @@ from tests.samples import printed, trial
 
 
 def make_run(root: Path, budget: str = "60%") -> RunDirectory:
-    run = RunDirectory.enter(root, {"budget": budget}, model="llama-tiny", device="cpu", budget=budget)
+    run = RunDirectory.enter(root / budget, {"budget": budget})
     run.add_trial(trial(0, encoding="baseline", name="none", plan_hash="0", feasible=False, state="over_budget"))
     run.add_trial(trial(1))
     run.add_trial(trial(2, plan_hash="2", state="out_of_memory", feasible=False, measured=None))
@@ -32,7 +32,7 @@ def test_a_runs_trials_by_path_and_by_name(autockpt, tmp_path: Path) -> None:
 
 
 def test_what_was_not_judged_yet_is_not_said_to_fit(autockpt, tmp_path: Path) -> None:
-    run = RunDirectory.enter(tmp_path, {"budget": "60%act"}, model="llama-tiny", device="cpu", budget="60%act")
+    run = RunDirectory.enter(tmp_path / "run", {"budget": "60%act"})
     run.add_trial(trial(0, encoding="baseline", name="none", feasible=None))
     said = autockpt("history", str(run.path)).out
     assert "?" in said and "yes" not in said and "budget was not known in bytes" in said

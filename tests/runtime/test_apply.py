@@ -56,7 +56,7 @@ def test_a_plan_file_in_three_lines(tmp_path):
 
 
 def test_a_runs_directory_is_its_plan(tmp_path):
-    run = RunDirectory.enter(tmp_path, {"budget": "60%"}, model="LlamaForCausalLM", device="cpu", budget="60%")
+    run = RunDirectory.enter(tmp_path / "run", {"budget": "60%"})
     with raises(RunDirectoryError):
         autockpt.apply(LLAMA.make(), run.path)
     run.write_plan(Plan(choices={"model.layers.0": "recompute"}))

@@ -25,6 +25,7 @@ from autockpt.schema import (
     Trial,
     Unit,
     plan_hash,
+    question_hash,
 )
 from autockpt.schema.graph import TensorMeta, Work
 from autockpt.schema.run_directory import RunDirectory, directory_name, pareto_front, ranking
@@ -36,7 +37,8 @@ QUESTION = {"budget": "60%", "workload": {"model": "llama-tiny"}, "seed": 0}
 
 
 def enter(root: Path, question: dict | None = None, fresh: bool = False) -> RunDirectory:
-    return RunDirectory.enter(root, question or QUESTION, model="llama-tiny", device="cpu", budget="60%", fresh=fresh)
+    question = question or QUESTION
+    return RunDirectory.enter(root / directory_name("llama-tiny", "cpu", "60%", question), question, fresh=fresh)
 
 
 def trial(number: int, seconds: float = 0.1) -> Trial:
@@ -70,12 +72,12 @@ def test_names_are_readable_and_safe(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert directory_name(model, device, budget, "x") == f"{name}_x"
+    assert directory_name(model, device, budget, {}) == f"{name}_{question_hash({})}"
 
 
 @given(st.text(max_size=60))
 def test_any_model_name_makes_one_path_component(model: str) -> None:
-    name = directory_name(model, "cpu", "60%", "0" * 8)
+    name = directory_name(model, "cpu", "60%", {})
     assert Path(name).name == name and name.count("_") == 3 and not name.startswith((".", "-"))
 
 

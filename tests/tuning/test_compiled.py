@@ -196,7 +196,7 @@ def test_finals_take_place_where_every_plan_is_compiled(mode: str, timeout: floa
 
 def test_a_leaner_plan_that_was_found_does_not_move_the_budget(tmp_path):
     def enter() -> RunDirectory:
-        return RunDirectory.enter(tmp_path, {"q": 1}, model="m", device="cpu", budget="60%act")
+        return RunDirectory.enter(tmp_path / "run", {"q": 1})
 
     lean = {name: CompileBudget(fraction=0.05) for name in NAMES}
 

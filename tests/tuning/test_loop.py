@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 
 def run_in(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.enter(tmp_path, {"question": "q"}, model="m", device="cpu", budget="60%")
+    return RunDirectory.enter(tmp_path / "run", {"question": "q"})
 
 
 @pytest.mark.parametrize("simulated", [False, True])
