@@ -54,12 +54,12 @@ def has_frozen_objects() -> bool:
 
 
 @contextmanager
-def collection_paused() -> Iterator[bool]:
-    """Pause garbage collection for the block. Yields whether it was enabled before."""
+def collection_paused() -> Iterator[None]:
+    """Pause garbage collection for the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield enabled
+        yield
     finally:
         if enabled:
             gc.enable()

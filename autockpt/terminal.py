@@ -64,13 +64,13 @@ def heading(text: str, console: Console, *beneath: RenderableType) -> None:
         console.print(part)
 
 
-def bullets(lines: Iterable[str], mark: str = "•") -> Table:
+def bullets(lines: Iterable[str]) -> Table:
     """Paragraphs with a hanging indent."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for line in lines:
-        grid.add_row(mark, Text(line))
+        grid.add_row("•", Text(line))
     return grid
 
 

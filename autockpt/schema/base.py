@@ -53,12 +53,6 @@ def first_violation(error: ValidationError) -> tuple[str, str]:
     return ".".join(map(str, first["loc"])), why[:1].lower() + why[1:]
 
 
-def unfit(error: ValidationError, remedy: str = "") -> UsageError:
-    """UsageError about the first invalid field, in Python's notation: ``seed=-1: …``."""
-    name, why = first_violation(error)
-    return UsageError(f"{name}={short(error.errors()[0]['input'])}: {why}", remedy=remedy)
-
-
 def short(value: object) -> str:
     """A value as Python writes it, cut where it is long; an object that writes itself at length by its class."""
     if isinstance(value, str | int | float | bool | list | tuple | dict | None):

@@ -26,19 +26,19 @@ HOST_LEVELS = 8  # numbers of bytes on the host that labels are compared at
 COARSE = 100  # times as far from the optimum as the result may be plans by which the price is found
 ROUNDING = 1e-12  # share of the largest number that sums of a few hundred floats may err by
 INFINITE_BYTES = 1 << 60
-ROUNDS = 8  # bisections of the budget: to 0.4 % of the range
+ROUNDS, SOLVING = 8, 2.0  # bisections of the budget, to 0.4 % of the range, and seconds of each
 
 
-def leanest(problem: Problem, seconds: float, *, time_limit: float = 2.0) -> Assignment | None:
+def leanest(problem: Problem, seconds: float) -> Assignment | None:
     """The assignment of least peak that takes at most ``seconds`` over saving everything; None where none fits.
 
-    By bisection of the budget; ``time_limit`` in seconds bounds each solution.
+    By bisection of the budget, ``SOLVING`` seconds at most for each.
     """
     low, high = smallest_peak(problem), problem.budget_bytes
     found = None
     for _ in range(1 + ROUNDS):
         budget_bytes = high if found is None else (low + high) // 2
-        answer = exact(problem.model_copy(update={"budget_bytes": budget_bytes}), time_limit=time_limit)
+        answer = exact(problem.model_copy(update={"budget_bytes": budget_bytes}), time_limit=SOLVING)
         if answer.feasible and answer.seconds <= seconds:
             found, high = answer, min(budget_bytes, answer.peak)
         elif found is None:

@@ -27,7 +27,7 @@ from autockpt.schema import (
     parse_budget,
     parse_size,
 )
-from autockpt.schema.base import unfit
+from autockpt.schema.base import first_violation, short
 from autockpt.schema.request import BatchAnswer, PipelineAnswer
 from autockpt.shipped import load_hardware
 from autockpt.tuning.batch_sizes import search_batch_sizes
@@ -152,7 +152,8 @@ def search_request(
             **more,
         )
     except ValidationError as error:
-        raise unfit(error, "See help(autockpt.search).") from None
+        (name, why), value = first_violation(error), short(error.errors()[0]["input"])
+        raise UsageError(f"{name}={value}: {why}", remedy="See help(autockpt.search).") from None
 
 
 def refuse_both(hardware: str | Hardware | None, device: str | None) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from autockpt.errors import AutockptError, UsageError, WorkloadError
 
+LONGEST = 240  # characters of a message
 _OURS = str(Path(__file__).resolve().parents[1])
 _PYTHONS = [sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple({os.path.realpath(folder) + os.sep for folder in (*_PYTHONS, *site.getsitepackages(), _OURS)})
@@ -86,10 +87,10 @@ def _is_own(file: str) -> bool:
     return os.path.exists(real) and not real.startswith(_LIBRARIES)
 
 
-def summary(error: BaseException, limit: int = 240) -> str:
+def summary(error: BaseException) -> str:
     """The exception's class and message on one line, shortened."""
     text = " ".join(str(error).split())
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    text = text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
