@@ -151,10 +151,9 @@ def explain_step(
             status = "simulated"
         graph, head = traced.tracer.trace(choices), traced.tracer.head
         on_host = host_notes(prepared.environment, host_bytes_of(graph.copies, prepared.environment.device.kind))
-        times = cost_model.profile.op_times
         return _explanation(
             known,
-            _basis(times, "by an earlier search") if target.knows_seconds else ("nominal", _NOMINAL),
+            _basis(cost_model.profile.op_times, "by an earlier search"),
             (traced.plain, graph),
             head.name if head is not None else None,
             known.reach(choices).peak_bytes,
@@ -340,7 +339,9 @@ def _front(menu: Menu, units: Sequence[Unit], choices: Mapping[str, Choice]) -> 
 
 
 def _basis(times: OpTimes, when: str) -> tuple[Basis, str]:
-    """What op times rest on, also in words: a simulated device, or what was measured, and ``when``."""
+    """What op times rest on, also in words: common rates, a simulated device, or what was measured, and ``when``."""
+    if times.nominal:
+        return "nominal", _NOMINAL
     if (simulated := times.environment.versions.get("simulated")) is not None:
         return "modelled", f"seconds are modelled by a roofline of {simulated}, nothing was timed"
     return "measured", f"op times were measured on {times.environment.device.name} {when}"

@@ -286,6 +286,7 @@ def nominal_op_times(environment: Environment, graphs: Iterable[Graph]) -> OpTim
                 seconds[text] = seconds_of(op, graph.work[op.signature])
     return OpTimes(
         environment=environment,
+        nominal=True,
         seconds=seconds,
         copy_out_bandwidth=link_rate,
         copy_in_bandwidth=link_rate,

@@ -45,6 +45,7 @@ class OpTimes(Data):
     """Seconds per op signature on one device, measured in real steps; cached by device and versions."""
 
     environment: Environment
+    nominal: bool = Field(default=False, description="rates of common hardware: they only rank choices")
     seconds: dict[str, float] = Field(description="by op signature; median")
     optimizer_seconds: float = Field(default=0.0, description="the optimizer phase of one cycle, whole")
     host_seconds: float = Field(default=0.0, description="what each op costs on top of its kernel: Python, autograd")

@@ -184,7 +184,7 @@ class Loop:
             with self.trials.measuring(candidate.choices) as ended:
                 score = _GIVEN_UP if ended >= MAX_CRASHES else self.target.score(candidate, budget_bytes)
                 trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
-        if self.target.request.measures or self.target.knows_seconds:
+        if self.target.request.measures or not self.trials.nominal:
             self.clock.listener.trial(trial, self.trials.best)
         else:  # its seconds only rank plans
             self.clock.listener.advance()

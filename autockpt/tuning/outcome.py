@@ -35,7 +35,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
     source: PlanStatus = "measured" if asked.measures else "simulated"
     target, trials, baselines, clock = loop.target, loop.trials.all, loop.proposer.baselines, loop.clock
     notes = [*target.notes, *loop.trials.notes]
-    if cost_model is not None and target.knows_seconds and (pace := _pace(loop.trials)) is not None:
+    if cost_model is not None and not loop.trials.nominal and (pace := _pace(loop.trials)) is not None:
         forget_op_times(environment, prepared.workload_key)
         notes.append(
             f"Steps took {pace:.2g} times as long as op times predicted: other work ran on the machine, now or when "
@@ -44,7 +44,7 @@ def finish(prepared: Prepared, run: RunDirectory | None, cost_model: CostModel |
     scored = [t for t in trials if t.score is not None or not asked.measures]
     tried = [(name, trial) for name, plan in baselines.items() if (trial := loop.trials.find(plan)) is not None]
     tried += [(OURS, best)] if best is not None else []
-    rows = tuple(_row(name, trial, asked.host_budget, target.knows_seconds) for name, trial in tried)
+    rows = tuple(_row(name, trial, asked.host_budget, loop.trials.nominal) for name, trial in tried)
     plan = None
     if best is not None:
         notes.extend(_plan_notes(best, prepared.traced.tracer.head))
@@ -152,7 +152,7 @@ def plain(settings: Mapping[str, Any]) -> dict[str, str | int | float | bool | N
     return {k: v if isinstance(v, str | int | float | bool | None) else str(v) for k, v in settings.items()}
 
 
-def _row(name: str, trial: Trial, host_budget: int | None, knows_seconds: bool) -> Comparison:
+def _row(name: str, trial: Trial, host_budget: int | None, nominal: bool) -> Comparison:
     """A row of the answer's table. Predicted seconds are left out where nothing was timed."""
     verdict: Verdict = _VERDICTS.get(trial.state, "not_measured")
     predicted, note = trial.predicted, ""
@@ -161,7 +161,7 @@ def _row(name: str, trial: Trial, host_budget: int | None, knows_seconds: bool) 
         verdict, note = "over_budget", f"not measured: it needs {needs} of host memory, the host budget is {has}"
     elif trial.state == "failed":
         note = trial.message
-    if predicted is not None and not knows_seconds:
+    if predicted is not None and nominal:
         predicted = predicted.model_copy(update={"step_seconds": None})
     return Comparison(
         name=name,

@@ -68,6 +68,7 @@ class Trials:
         self.expected: Callable[[], Mapping[int, float]] = dict  # predicted seconds by trial number
         self.budget: ResolvedBudget | None = None  # a guess until the trials were judged by it
         self.budget_bytes: int | None = None
+        self.nominal = False  # predicted seconds only rank plans, and are not shown
 
     def find(self, choices: Mapping[str, Choice]) -> Trial | None:
         """The trial of this plan, if there is one."""

@@ -71,6 +71,7 @@ class SolverProposer(Proposer):
         self.device = cost_model.predictor.device
         self.available_bytes = self.device.capacity_bytes - cost_model.used_by_others
         self.unscaled_problem = cost_model.problem(0)
+        trials.nominal = cost_model.profile.op_times.nominal
         self.smallest_peak = self._plain_smallest = 0
         self.checks: dict[tuple[Choice, ...], Checked] = {}
         self._refit_due = False

@@ -81,13 +81,11 @@ class Prepared:
 class Target:
     """Traces the step, builds the cost model, scores candidates and chooses the winner, in this order.
 
-    Whether it takes real steps, the ``request`` says. Without ``knows_seconds`` its seconds only rank plans and are not
-    shown. ``notes`` are shown to the user with the answer.
+    Whether it takes real steps, the ``request`` says. ``notes`` are shown to the user with the answer.
     """
 
     request: SearchRequest
     clock: Clock
-    knows_seconds: bool = field(default=True, init=False)
     notes: list[str] = field(default_factory=list, init=False)
 
     def trace(self, stack: ExitStack) -> Prepared:

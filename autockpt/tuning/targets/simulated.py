@@ -74,7 +74,6 @@ class Simulated(Target):
         lean = (traced.uniform.get("recompute") or traced.uniform["save"])[1]  # it has every op that is timed
         if (cached := cached_op_times(prepared.environment, [lean, *traced.of_heads], key)) is not None:
             return cached
-        self.knows_seconds = False
         return traced.nominal(prepared.environment)
 
     def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
