@@ -81,7 +81,7 @@ def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) 
 
 def searched(request: SearchRequest, cost_model: CostModel, target: Simulated) -> tuple[PredictedPlans, Trials]:
     """The plans that a simulated search tries, and those for other budgets; its trials know the budget in bytes."""
-    trials = Trials(None)
+    trials = Trials(None, target.clock)
     proposer = SolverProposer(request, cost_model, target, trials, {})
     saving = proposer.baselines[NONE]
     known = PredictedPlans(saving, cost_model.predictor.predict(saving))

@@ -59,8 +59,8 @@ class Proposer(Protocol):
 class Loop:
     """One search: ``proposer`` yields candidates, ``target`` scores them, ``trials`` records the scores.
 
-    At most as many candidates are tried as the target's request says, within the time limit of its clock. After
-    ``run``, ``best`` is the result (None where it was ``interrupted`` before any plan that fits was measured) and
+    At most as many candidates are tried as the target's request says, within the time limit of the trials' clock.
+    After ``run``, ``best`` is the result (None where it was ``interrupted`` before any plan that fits was measured) and
     ``stopped`` the reason why it ended. ``last_seconds`` is how long the last candidate took, its ghost runs included.
     """
 
@@ -74,7 +74,7 @@ class Loop:
     _more_is_faster: bool = False
 
     def __post_init__(self) -> None:
-        self.clock, self.max_candidates = self.target.clock, self.target.request.trials
+        self.clock, self.max_candidates = self.trials.clock, self.target.request.trials
 
     def run(self) -> None:
         """Search until the trials, the time or the plans are used up. Ctrl-C ends the search with the best plan so far.
@@ -179,11 +179,11 @@ class Loop:
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
         if candidate.score is not None or not self.target.request.measures:
             score = candidate.score or self.target.score(candidate, budget_bytes)
-            trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
+            trial = self.trials.write(candidate, score)
         else:
             with self.trials.measuring(candidate.choices) as ended:
                 score = _GIVEN_UP if ended >= MAX_CRASHES else self.target.score(candidate, budget_bytes)
-                trial = self.trials.write(candidate, score, elapsed=self.clock.elapsed)
+                trial = self.trials.write(candidate, score)
         if self.target.request.measures or not self.trials.nominal:
             self.clock.listener.trial(trial, self.trials.best)
         else:  # its seconds only rank plans

@@ -105,7 +105,7 @@ def _search(
             return known
         run.write_environment(prepared.environment)
         run.write_graph(prepared.traced.plain)
-    trials, cost_model = Trials(run), None
+    trials, cost_model = Trials(run, clock), None
     try:
         cost_model = target.cost_model(prepared)
         proposer: Proposer

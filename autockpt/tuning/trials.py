@@ -10,6 +10,7 @@ from itertools import groupby
 from autockpt.errors import MeasurementError, TimeLimitReached
 from autockpt.schema import SAVE, Choice, Measurement, Prediction, ResolvedBudget, Trial, TrialState, plan_hash
 from autockpt.schema.run_directory import RunDirectory, ranking
+from autockpt.tuning.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,13 @@ _NO_NUMBER = (
 
 
 class Trials:
-    """All trials of one question, those of earlier runs first. A plan has one trial, which ``find`` returns."""
+    """All trials of one question, those of earlier runs first. A plan has one trial, which ``find`` returns.
 
-    def __init__(self, run: RunDirectory | None) -> None:
-        self.run = run
+    ``clock`` is the time of this search.
+    """
+
+    def __init__(self, run: RunDirectory | None, clock: Clock) -> None:
+        self.run, self.clock = run, clock
         self.all: list[Trial] = run.trials() if run is not None else []
         self.resumed = len(self.all)
         self._by_hash = {t.plan_hash: t for t in self.all}
@@ -89,8 +93,8 @@ class Trials:
             raise
         self.run.write_in_flight({other: times for other, times in ended.items() if other != plan})
 
-    def write(self, candidate: Candidate, score: Score, *, elapsed: float) -> Trial:
-        """Add the score of a new plan, ``elapsed`` seconds after the search began. Returns the trial."""
+    def write(self, candidate: Candidate, score: Score) -> Trial:
+        """Add the score of a new plan. Returns the trial."""
         return self.put(
             Trial(
                 number=len(self.all),
@@ -104,7 +108,7 @@ class Trials:
                 measured=score.measured,
                 parameters=dict(candidate.parameters),
                 message=score.message,
-                elapsed_seconds=elapsed,
+                elapsed_seconds=self.clock.elapsed,
             )
         )
 

@@ -86,7 +86,8 @@ def solved(known: CostModel, budget: str, space: SearchSpace) -> Loop:
     """What a simulated search finds."""
     bound = {"host_budget": known.host_budget, "simulate": True}
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=1, **bound)
-    target, trials = Simulated(request, Clock(Silence())), Trials(None)
+    clock = Clock(Silence())
+    target, trials = Simulated(request, clock), Trials(None, clock)
     loop = Loop(SolverProposer(request, known, target, trials, {}), target, trials)
     loop.run()
     return loop

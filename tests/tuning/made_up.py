@@ -67,7 +67,7 @@ def search(
     target = Simulated(request, clock) if simulated else Measured(request, clock, device)  # type: ignore[arg-type]
     if confirm is not None:
         target.confirm = confirm  # type: ignore[union-attr]
-    tried = Trials(run)
+    tried = Trials(run, clock)
     profiled = device.profiled(host_budget=host_budget)
     proposer = SolverProposer(request, profiled, target, tried, seeds)
     with pytest.MonkeyPatch.context() as patch:

@@ -58,7 +58,7 @@ def search(compiler: MadeUpCompiler, budget: str, mode: Any = "layers", *, trial
     space = SearchSpace().restricted(more.pop("choices", ("recompute",)))
     request = SearchRequest(budget=parse_budget(budget), space=space, trials=trials, compile=mode)
     run = more.pop("run", None)
-    tried = Trials(run)
+    tried = Trials(run, clock)
     target = Compiled(measurer=compiler, clock=clock, request=request)  # type: ignore[arg-type]
     proposer = SplitProposer(request, NAMES, target, tried, room=10**6, seeds=more.pop("seeds", {}))
     loop = Loop(proposer, target, tried)

@@ -78,7 +78,7 @@ def test_only_what_may_be_the_fastest_takes_part() -> None:
 def test_the_fastest_as_tried_takes_part_whatever_was_predicted() -> None:
     seconds = {0: 1.2, 1: 1.05, 2: 1.0, 3: 1.06, 4: 1.07}
     predicted = seconds | {2: 1.03, 3: 0.98, 4: 0.985}
-    trials = Trials(None)
+    trials = Trials(None, Clock(Silence()))
     trials.budget_bytes, trials.expected = 1, lambda: predicted
     for number, each in seconds.items():
         expected = Prediction(peak_bytes=1, step_seconds=predicted[number])

@@ -279,11 +279,11 @@ def test_a_seed_plan_with_choices_without_costs_is_no_obstacle() -> None:
 
 @pytest.mark.parametrize(("swing", "said", "second_is"), [(1.01, False, 1.0), (1.8, True, 1.0), (1.8, True, 1.03)])
 def test_timings_that_swing_are_said_to_come_of_other_processes(swing: float, said: bool, second_is: float) -> None:
-    trials = Trials(None)
+    trials = Trials(None, Clock(Silence()))
     for number in range(2):
         measured = Measurement(peak_bytes=1, step_seconds=1.0, noise=0.05)
         candidate = Candidate({"0": SAVE if number else RECOMPUTE})
-        trials.write(candidate, Score("measured", measured), elapsed=0)
+        trials.write(candidate, Score("measured", measured))
     trials.judge(parse_budget("1KB").resolved(0, 0, 1000, "cpu"))
 
     random = Random(0)
@@ -366,7 +366,7 @@ def test_a_plan_over_the_host_budget_is_no_rival() -> None:
 def test_late_only_the_plans_that_a_budget_is_of_are_ghost_run() -> None:
     model, clock = MadeUpDevice().profiled(), Clock(Silence(), timeout=1e-9)
     request = SearchRequest(budget=parse_budget("50%act"))
-    proposer = SolverProposer(request, model, Target(request, clock), Trials(None), {})
+    proposer = SolverProposer(request, model, Target(request), Trials(None, clock), {})
     proposer.begin()
     assert model.predictor.known(proposer.baselines[EVERY_2]) is None
 

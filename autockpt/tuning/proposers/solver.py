@@ -57,7 +57,7 @@ MOST_MISSES = 3  # candidates of a simulation that do not fit
 class SolverProposer(Proposer):
     """Proposes plans of the solver for one request; their predictions come from ghost runs and op times.
 
-    ``seeds`` are plans to try early, by name. The target's clock limits the number of ghost runs, and its listener is
+    ``seeds`` are plans to try early, by name. The trials' clock limits the number of ghost runs, and its listener is
     notified of them where a candidate takes many.
     """
 
@@ -65,7 +65,7 @@ class SolverProposer(Proposer):
         self, request: SearchRequest, cost_model: CostModel, target: Target, trials: Trials, seeds: Plans
     ) -> None:
         self.request, self.cost_model, self.target, self.trials = request, cost_model, target, trials
-        self.clock = target.clock
+        self.clock = trials.clock
         self.seeds = seeds
         self.baselines = baseline_plans([u.name for u in cost_model.blocks], request.space.choices)
         self.device = cost_model.predictor.device

@@ -16,7 +16,6 @@ from autockpt.cost import CostModel, local_memory, simulated_memory
 from autockpt.schema import SAVE, Choice, Environment, Graph, SearchRequest, SearchSpace, Trial
 from autockpt.schema.names import fold
 from autockpt.schema.plan import NEVER_CALLED
-from autockpt.tuning.clock import Clock
 from autockpt.tuning.traced_model import TracedModel, less_than_asked
 from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
 
@@ -85,7 +84,6 @@ class Target:
     """
 
     request: SearchRequest
-    clock: Clock
     notes: list[str] = field(default_factory=list, init=False)
 
     def trace(self, stack: ExitStack) -> Prepared:

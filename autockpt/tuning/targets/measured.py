@@ -60,6 +60,7 @@ class Measured(Target):
     Candidates are measured one by one, the best few again interleaved, and the winner once more in a fresh process.
     """
 
+    clock: Clock
     measurer: Measurer
     step_seconds: float = field(default=1.0, init=False)  # of the last plan
     measured_before: dict[str, Measurement] = field(default_factory=dict, init=False)  # for the profile, by plan
@@ -99,7 +100,7 @@ class Measured(Target):
         least = min(prepared.bytes_needed(graph) for _, graph in traced.uniform.values())
         if budget_bytes is not None and budget_bytes < least:
             untimed = _cost_model(prepared, clock)  # refused before a step is taken
-            SolverProposer(request, untimed, self, Trials(None), {}).begin()
+            SolverProposer(request, untimed, self, Trials(None, clock), {}).begin()
         try:
             with host_link_lock(device.kind, (choices for choices, _ in traced.uniform.values()), clock.listener.note):
                 times, measured = measure_op_times(

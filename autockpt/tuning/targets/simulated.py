@@ -12,6 +12,7 @@ from autockpt.policies.offload import MOVING
 from autockpt.schema import SAVE, Choice, OpTimes, Plan, Remake, SearchSpace, Selective
 from autockpt.schema.hardware import Hardware
 from autockpt.tracing import open_tracer
+from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.traced_model import device_of, local_device, trace_for_hardware, trace_model, tracer_of
 from autockpt.tuning.trials import Candidate, Score
@@ -25,6 +26,7 @@ class Simulated(Target):
     rates, which only rank choices. The menus also have the choices of a ``plan`` that is to be explained.
     """
 
+    clock: Clock
     plan: Plan | None = None
     choices: dict[str, Choice] = field(default_factory=dict, init=False)  # the plan's, by unit
 
