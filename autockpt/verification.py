@@ -208,11 +208,6 @@ def deterministic_algorithms(strict: bool = False) -> Iterator[None]:
             os.environ.pop(WORKSPACE, None)
 
 
-def stricter_with() -> str:
-    """The setting without which strictness may be refused, where there is a GPU and it is not set; else empty."""
-    return f"{WORKSPACE}={DETERMINISTIC}" if torch.cuda.device_count() > 0 and WORKSPACE not in os.environ else ""
-
-
 def _local(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)  # FSDP2 and tensor parallelism: this process's share
     return tensor if to_local is None else to_local()
@@ -264,8 +259,8 @@ class GradientCheck(Data):
                 f"{', '.join(self.differences[:_SHOWN])}{more}; gradient norms by up to {self.deviation:.1e}"
             )
         if not self.repeatable:
-            setting = stricter_with()
-            hint = f" (on a GPU it may, with {setting} set before Python starts)" if setting else ""
+            unset = torch.cuda.device_count() > 0 and WORKSPACE not in os.environ
+            hint = f" (on a GPU it may, with {WORKSPACE}={DETERMINISTIC} set before Python starts)" if unset else ""
             return f"{reference} does not repeat itself bit by bit{hint}, and the plan deviates from it no more{how}"
         if self.tolerance is not None:
             return (

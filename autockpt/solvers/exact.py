@@ -134,7 +134,7 @@ def _unbounded(chain: Chain, deadline: float, slack: float, price: float = 0.0) 
 
 def _fewest_on_host(chain: Chain, deadline: float) -> _Plan:
     """The plan with the fewest bytes on the host."""
-    plan = _Search(chain.by_host(), deadline, 0.0).run()
+    plan = _Search(chain.with_seconds(lambda unit: unit.host.astype(float)), deadline, 0.0).run()
     return _Plan(plan.places, *chain.sums(plan.places), plan.bound)
 
 
@@ -314,13 +314,10 @@ class Chain:
 
     def priced(self, price: float) -> Chain:
         """The chain in which a byte on the host costs ``price`` seconds and is not counted otherwise."""
-        return self._with_seconds(lambda unit: unit.seconds + price * unit.host)
+        return self.with_seconds(lambda unit: unit.seconds + price * unit.host)
 
-    def by_host(self) -> Chain:
-        """The chain in which bytes on the host are the seconds."""
-        return self._with_seconds(lambda unit: unit.host.astype(float))
-
-    def _with_seconds(self, seconds: Callable[[ChainUnit], np.ndarray]) -> Chain:
+    def with_seconds(self, seconds: Callable[[ChainUnit], np.ndarray]) -> Chain:
+        """The chain with other seconds of each option, in which bytes on the host do not count."""
         units = (replace(unit, seconds=seconds(unit), host=np.zeros_like(unit.host)) for unit in self.units)
         return replace(self, units=tuple(units), host=0)
 

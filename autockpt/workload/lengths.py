@@ -41,7 +41,8 @@ def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
     if getattr(source, "ndim", None) == 1:  # a tensor or an array of lengths
         source = source.tolist()
     of: Literal["rows", "batches"] = "rows"
-    if isinstance(source, Mapping) or _all_numbers(source):
+    listed = isinstance(source, (list, tuple, range))
+    if isinstance(source, Mapping) or (listed and all(isinstance(n, (Number, str)) for n in source)):
         found = source
     elif "length" in (getattr(source, "column_names", None) or ()):
         found = source["length"]
@@ -95,10 +96,6 @@ def _counted(name: str, lines: Iterable[str]) -> Lengths:
     if not counts:
         raise UsageError(f"{name} holds no lengths", remedy=_HOW)
     return Lengths(counts=dict(counts))
-
-
-def _all_numbers(source: Any) -> bool:
-    return isinstance(source, (list, tuple, range)) and all(isinstance(n, (Number, str)) for n in source)
 
 
 def in_time(values: Iterable[Any], most: int, seconds: float) -> Iterator[Any]:
