@@ -35,6 +35,7 @@ from autockpt.tracing.ghost import GhostMode
 from autockpt.tracing.ghost_workload import ghost_copy, ghost_in_place, optimizers_on, untouched
 from autockpt.tracing.kernels.cuda_kernels import AMPERE, Capability
 from autockpt.tracing.kernels.flash_package import FLASH, NOTE, flash_on_ghosts
+from autockpt.tracing.kernels.flex_attention import FLEX
 from autockpt.tracing.location import optimizer_steps
 from autockpt.tracing.memory import GhostMemory
 from autockpt.tracing.recorder import RealRecorder, Recorder, RecordingTransport
@@ -268,7 +269,7 @@ class GhostRun(TracedRun):
         workload.settings |= {"optimizer": spec.optimizer} if spec.optimizer == "adamw8bit" else {}
         workload.settings["device"] = str(device)
         ghost_in_place(workload, self.mode)
-        if spec.attn in FLASH:
+        if spec.attn in (*FLASH, FLEX):
             workload.notes += (NOTE.format(spec.attn),)
         self._start(workload)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autockpt.interpreter import patched
 from autockpt.tracing.kernels.cuda_autocast import cuda_autocast
+from autockpt.tracing.kernels.flex_attention import flex_on_cuda
 from autockpt.tracing.kernels.quantised_kernels import cuda_int8_products
 from autockpt.tracing.kernels.triton_launches import LAUNCH, fused_loss_on_cuda, record_launch
 from autockpt.workload import grpo
@@ -197,6 +198,7 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
         patched(F, "scaled_dot_product_attention", partial(attention, capability=capability, unread=unread)),
         patched(F, "rms_norm", rms_norm),
         patched(torch, "rms_norm", rms_norm),
+        flex_on_cuda(),
         fused_dropout(),
         cuda_autocast(),
         cuda_int8_products(),
