@@ -144,7 +144,7 @@ class KeptCall:
     def settle(self, saved: int) -> None:
         """The unit's forward has ended, and saved so many tensors."""
         changed = any(leaf._version != version for leaf, version in self.outputs)
-        if not changed and any(not _equal(before, fingerprint(t)) for t, before in self._prints):
+        if not changed and any(not have_equal_values(before, fingerprint(t)) for t, before in self._prints):
             self.scope.again.add(self.function)  # by ``.data``, NumPy, or a kernel of Triton's as Liger's rotary one
             changed = True
         if changed:
@@ -305,7 +305,7 @@ class KeepingFrame(CheckpointFrame):
             output = forward(*args, **kwargs)
         finally:
             self._noted = None
-        draws = before is not None and not all(map(_equal, before.tensors, self._context.now().tensors))
+        draws = before is not None and not all(map(have_equal_values, before.tensors, self._context.now().tensors))
         if draws or any(value._version != version for value, version in given):
             scope.again.add(function)
         if function not in scope.again:
@@ -468,7 +468,7 @@ def _cast_origin(tensor: torch.Tensor, given: Sequence[Any]) -> Origin | None:
         return None
     number, value = others[0]
     # of one without a graph nothing but its values tells it from something else, as a rounded input
-    if not whole.requires_grad and why_not(whole) is None and not _equal(whole, _cast(value, whole.dtype)):
+    if not whole.requires_grad and why_not(whole) is None and not have_equal_values(whole, _cast(value, whole.dtype)):
         return None
     geometry = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     return Origin(number, value.stride(), tensor.dtype, geometry)
@@ -495,7 +495,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def have_equal_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     with quietly():
         return torch.equal(one, other)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autockpt.checkpointing import kept_outputs
 from autockpt.errors import GhostError
 from autockpt.interpreter import patched
 from autockpt.tracing.collectives import answer, sharded_as_ghosts
@@ -68,12 +69,19 @@ class GhostMode(Recorder):
                 )
             return plain(tensor)
 
+        equal = kept_outputs.have_equal_values
+
+        def or_ghosts(one: Tensor, other: Tensor) -> bool:
+            return self._memory.owns(one) or equal(one, other)
+
         kernels = fused_dropout() if fuses_dropout(self.device_kind) else nullcontext()
         if self.capability is not None:
             # the result of a CUDA-only kernel is always a ghost: its values decide nothing
             kernels = cuda_kernels(self.capability, lambda: patched(self, "_values_matter", False))
         sharded = sharded_as_ghosts(self.log)
-        with patched(Tensor, "tolist", tolist), no_launches(), sharded, super().recording(), kernels:
+        # what is made of a mask is taken to be what it is made of
+        values = patched(kept_outputs, "have_equal_values", or_ghosts)
+        with patched(Tensor, "tolist", tolist), values, no_launches(), sharded, super().recording(), kernels:
             yield self
 
     def allocate(self, nbytes: int) -> Tensor:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from autockpt.interpreter import patched
 from autockpt.tracing.kernels.cuda_autocast import cuda_autocast
@@ -193,9 +193,16 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
         # CUDA's fused kernel cannot be called on CPU tensors. Layer norm reads, saves and writes the same, and a mean.
         return F.layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)
 
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> Tensor:
+        # modes that look at functions, as what keeps attention's output, see this one as they see PyTorch's own
+        tensors = query, key, value
+        if has_torch_function(tensors):
+            return handle_torch_function(scaled_dot_product_attention, tensors, *tensors, *given, **named)
+        return attention(*tensors, *given, capability=capability, unread=unread, **named)
+
     fused_loss = fused_loss_on_cuda() if capability >= AMPERE else nullcontext()
     with (
-        patched(F, "scaled_dot_product_attention", partial(attention, capability=capability, unread=unread)),
+        patched(F, "scaled_dot_product_attention", scaled_dot_product_attention),
         patched(F, "rms_norm", rms_norm),
         patched(torch, "rms_norm", rms_norm),
         flex_on_cuda(),

@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autockpt.schema import Graph, WorkloadSpec
+from autockpt.schema import Graph, WorkloadSpec, parse_choice
+from autockpt.tracing import Tracer
 from autockpt.tracing.kernels.cuda_kernels import AMPERE, AttentionCall, attention_kernel, fused_dropout, fuses_dropout
 from tests.tracing.kernels.cuda_models import HEADS, LENGTH, WIDTH
 from tests.tracing.reference import ghosts, kept_for_backward
@@ -125,3 +126,16 @@ def test_dropout_saves_a_byte_an_element_and_its_mask_first() -> None:
         result, mask = (out.storage for out in op.outputs)
         assert sizes[mask] == 2 * LENGTH * WIDTH
         assert mask < result  # a caching allocator may find another place for it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])  # by the flash kernel, and with a mask by the memory-efficient one
+def test_attention_whose_output_is_kept_does_not_run_again(packed: bool) -> None:
+    spec = WorkloadSpec(model="llama-tiny", batch_size=2, seq_len=32, dtype="bf16", packed=packed)
+    with Tracer.from_spec(spec, device="cuda", capability=AMPERE, fallback=False) as tracer:
+        blocks = [unit.name for unit in tracer.units if unit.role == "block"]
+        again = {}
+        for kind in ("recompute", "keep_attention", "selective"):
+            ops = tracer.trace(dict.fromkeys(blocks, parse_choice(kind))).ops
+            again[kind] = sum("attention" in op.target for op in ops if op.phase == "recompute")
+    assert again == {"recompute": len(blocks), "keep_attention": 0, "selective": 0}
