@@ -17,6 +17,7 @@ from autockpt.checkpointing.replay_context import Accelerator, accelerators_of
 
 _type_of = operator.attrgetter("dtype", "requires_grad", "device")
 _training = operator.itemgetter("training")
+_chained = itertools.chain.from_iterable
 
 
 class CallKind:
@@ -49,11 +50,11 @@ class CheckpointedUnit:
         named = ((m._parameters, name, p) for m in modules for name, p in m._parameters.items())
         self._homes: list[tuple[dict[str, Any], str]] = [(home, name) for home, name, p in named if p is not None]
         self._modules = [m._modules for m in modules if m is module or m._modules]
-        self._children: list[nn.Module | None] = [*itertools.chain.from_iterable(map(dict.values, self._modules))]
+        self._children: list[nn.Module | None] = [*_chained(map(dict.values, self._modules))]
         # FullyShardedDataParallel takes parameters away and puts views of its own in their place
         self._whole = [m._parameters for m in modules if "_is_fsdp_managed_module" not in vars(m)]
         self._sharded = [vars(m) for m in modules if "_is_fsdp_managed_module" in vars(m)]
-        self._present = [p is not None for home in self._whole for p in home.values()]
+        self._named = [(name, p is not None) for home in self._whole for name, p in home.items()]
 
     def kind_of(self, tensors: Sequence[torch.Tensor], training: Sequence[bool]) -> CallKind:
         """The kind of a call with these inputs and ``training`` flags of the modules."""
@@ -67,10 +68,10 @@ class CheckpointedUnit:
 
     def has_same_modules(self) -> bool:
         """Whether no module was exchanged, and no module or parameter added or taken away, since this was made."""
-        children = [*itertools.chain.from_iterable(map(dict.values, self._modules))]
-        parameters = itertools.chain.from_iterable(map(dict.values, self._whole))
-        present = [*map(operator.is_not, parameters, itertools.repeat(None))]
-        return children == self._children and present == self._present
+        children = [*_chained(map(dict.values, self._modules))]
+        names, parameters = _chained(self._whole), _chained(map(dict.values, self._whole))
+        named = [*zip(names, map(operator.is_not, parameters, itertools.repeat(None)), strict=True)]
+        return children == self._children and named == self._named
 
     def training(self) -> list[bool]:
         """The modules' ``training`` flags."""

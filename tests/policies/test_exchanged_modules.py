@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from autockpt.errors import InPlaceError
 from autockpt.schema.choices import RECOMPUTE, Choice, KeepAttention, Remake, Selective
@@ -47,6 +48,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "add": lambda block: block.inner.append(Memory()),
     "take away": lambda block: block.inner.__delitem__(1),
     "a bias in the place of None": lambda block: setattr(block.linear, "bias", nn.Parameter(torch.ones(8))),
+    "prune": lambda block: prune.l1_unstructured(block.inner[0], "weight", 0.5),
 }
 each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
