@@ -48,7 +48,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "add": lambda block: block.inner.append(Memory()),
     "take away": lambda block: block.inner.__delitem__(1),
     "a bias in the place of None": lambda block: setattr(block.linear, "bias", nn.Parameter(torch.ones(8))),
-    "prune": lambda block: prune.l1_unstructured(block.inner[0], "weight", 0.5),
+    "prune what is frozen": lambda block: prune.l1_unstructured(block.inner[0].requires_grad_(False), "weight", 0.5),
 }
 each_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
