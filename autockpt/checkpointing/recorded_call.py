@@ -123,6 +123,7 @@ class RecordedUnit(CheckpointedUnit):
         # FullyShardedDataParallel puts views of its own in the place of parameters
         places += [(home, n) for home in self.state.fields for n, v in home.items() if isinstance(v, torch.Tensor)]
         self.weights: list[tuple[dict[str, Any], str]] = places
+        self._hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._counts = list[int]()
         self._compares = compares
         self.signatures: dict[Any, Signature] = {}
@@ -132,9 +133,9 @@ class RecordedUnit(CheckpointedUnit):
         tensors: list[torch.Tensor] = []
         key: Any = None
         try:
-            # which weights train decides what is saved
+            # which weights train decides what is saved, and hooks may do anything
             trains = [getattr(home.get(name), "requires_grad", False) for home, name in self.weights]
-            key = *self._key(args, kwargs, tensors), *trains
+            key = *self._key(args, kwargs, tensors), *trains, *map(len, self._hooks)
             signature = self.signatures.get(key)
         except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
             key = signature = None

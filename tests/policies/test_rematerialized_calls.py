@@ -198,6 +198,15 @@ def test_a_tensor_in_the_place_of_none_tells_no_calls_apart(recorded: Any) -> No
     assert [recorded(layer, [8]) for layer.mask in torch.rand(2, 256)] == [[1], []]
 
 
+def test_a_hook_may_be_registered_and_removed(recorded: Any) -> None:
+    layer = planned(Mlp())
+    recorded(layer, [8] * 4)
+    hook = layer.up.register_forward_hook(lambda module, given, output: output * 0.5)  # type: ignore[union-attr]
+    recorded(layer, [8])
+    hook.remove()
+    recorded(layer, [8])
+
+
 def test_a_tensor_of_the_modules_own_may_get_longer(recorded: Any) -> None:
     layer: Any = Mlp(lambda h: h * layer.rows[1:].sum(0))
     layer.rows = torch.rand(4, 256)
