@@ -65,6 +65,19 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "h.0: recompute" in page.said
 
 
+def test_predictions_are_marked_and_unknown_noise_is_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    finished = run.finished()
+    assert finished is not None and (known := finished.outcome.rows[1].measured) is not None
+    none, everything, ours = finished.outcome.rows
+    unsure = everything.model_copy(update={"measured": known.model_copy(update={"noise": 1.0})})
+    guessed = everything.model_copy(update={"name": "every-2", "measured": None, "verdict": "not_measured"})
+    outcome = finished.outcome.model_copy(update={"rows": (none, unsure, guessed, ours)})
+    run.write_finished(finished.model_copy(update={"outcome": outcome}))
+    said = Read(run_page(run)).said
+    assert "±100" not in said and "every-2 yes ~1.66 KiB" in said and "~ simulated, not measured" in said
+
+
 def test_it_prints_the_explanation_of_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     said, page = contents_of(run)["explanation"], Read(run_page(run)).said

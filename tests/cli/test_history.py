@@ -81,6 +81,7 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     assert sorted(answer["step_seconds"] for answer in answers if answer) == [0.448] and None in answers
     assert sorted(run["infeasible"] for run in listed) == ["", "", "", "nothing fits 20%"]
     assert [bool(run["damaged"]) for run in listed].count(True) == 1
+    assert autockpt("history", "--trial", "1").code == 2, "a trial is one of a run"
 
 
 def test_names_cannot_drive_the_terminal(autockpt, tmp_path: Path) -> None:
@@ -140,11 +141,6 @@ def test_a_folder_becomes_a_page_that_links_to_its_runs(autockpt, tmp_path: Path
     assert f"cards/{run.path.name}/report.html" in page
     assert "nothing fits &lt;20%&gt;" in page and "<td>4×64</td>" in page
     assert page.count("<tr>") == 3 and "http" not in page.replace("http-equiv", "")
-
-
-def test_a_trial_is_one_of_a_run(autockpt, tmp_path: Path) -> None:
-    make_run(tmp_path / "results")
-    assert autockpt("history", "--trial", "1").code == 2
 
 
 @pytest.mark.parametrize("width", [80, 120])
