@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from autockpt.analysis.page import contents_of, run_page, without_paths, write_page
-from autockpt.schema import RECOMPUTE
+from autockpt.schema import RECOMPUTE, Measurement
 from autockpt.schema.baselines import MEANINGS
 from autockpt.schema.run_directory import RunDirectory
 from autockpt.schema.trial import Outlook
@@ -68,9 +68,9 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path: Path) -> None:
 def test_predictions_are_marked_and_unknown_noise_is_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     finished = run.finished()
-    assert finished is not None and (known := finished.outcome.rows[1].measured) is not None
+    assert finished is not None
     none, everything, ours = finished.outcome.rows
-    unsure = everything.model_copy(update={"measured": known.model_copy(update={"noise": 1.0})})
+    unsure = everything.model_copy(update={"measured": Measurement(peak_bytes=1700, step_seconds=0.18, noise=1.0)})
     guessed = everything.model_copy(update={"name": "every-2", "measured": None, "verdict": "not_measured"})
     outcome = finished.outcome.model_copy(update={"rows": (none, unsure, guessed, ours)})
     run.write_finished(finished.model_copy(update={"outcome": outcome}))
