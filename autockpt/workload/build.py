@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autockpt.errors import UsageError, WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload.batches import BatchMaker
-from autockpt.workload.configs import TEXT, ConfigSource, Head, find_config, head_of, prepare, quiet, remote_head
+from autockpt.workload.configs import TEXT, ConfigSource, ModelClass, class_to_train, find_config, prepare, quiet
 from autockpt.workload.factory import asked_length, call_factory, is_factory
 from autockpt.workload.failures import is_out_of_memory, needed, summary
 from autockpt.workload.fastinit import fast_init
@@ -59,7 +59,7 @@ def preload(spec: WorkloadSpec) -> None:
         return
     with suppress(Exception), quiet():
         source = find_config(spec)
-        model_class(head_of(source.config, source.architecture, source.where))
+        load_class(class_to_train(source))
 
 
 def refuse_simulated(spec: WorkloadSpec) -> None:
@@ -97,26 +97,27 @@ def _check(spec: WorkloadSpec) -> None:
 def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     source = find_config(spec)
     spec = with_own_quantization(spec, source)
-    head = remote_head(source.config, source.where) if spec.trust_remote_code else None
-    head = head or head_of(source.config, source.architecture, source.where)
-    rows, length, note = _size(spec, source, head)
-    notes = [head.note, note, *prepare(source, head.task, length)]
+    trained = class_to_train(source, own_code=spec.trust_remote_code)
+    rows, length, note = _size(spec, source, trained)
+    notes = [trained.note, note, *prepare(source, trained.task, length)]
     dtype = DTYPES[_dtype_name(spec, source)]
     # on the host where it is shared: no GPU has room for the whole
-    model = make_model(spec, source, head, dtype, device if spec.shard is None else torch.device("cpu"))
+    model = make_model(spec, source, trained, dtype, device if spec.shard is None else torch.device("cpu"))
     if spec.liger:
         apply_liger(model)
     prompt = spec.grpo_prompt_len and min(spec.grpo_prompt_len, (length or 1) - 1)
     if prompt is not None:
-        if head.task != "causal_lm":
-            raise UsageError(f"`grpo_prompt_len` is for causal language models, not {head.cls}", remedy="Leave it out.")
+        if trained.task != "causal_lm":
+            raise UsageError(
+                f"`grpo_prompt_len` is for causal language models, not {trained.name}", remedy="Leave it out."
+            )
         score_completions(model, prompt)
         notes.append(GRPO_NOTE)
     model, adapted = adapt(model, spec)
     notes += adapted
     numbers = torch.Generator().manual_seed(spec.seed)
     maker = BatchMaker(config=source.config, rows=rows, length=length or 1, packed=spec.packed, generator=numbers)
-    batch = move(maker.make(head.task, torch.float32 if spec.autocast else dtype), device)
+    batch = move(maker.make(trained.task, torch.float32 if spec.autocast else dtype), device)
     parts: dict[str, Any] = {}
     if prompt is not None:
         batch, parts = with_prompts(batch, prompt), {"loss": policy_loss}
@@ -128,7 +129,7 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     workload.notes += tuple(note for note in notes if note)
     workload.settings |= {
         "model": source.where,
-        "architecture": head.cls,
+        "architecture": trained.name,
         "batch_size": rows,
         "seq_len": length,
         "lora": rank_of(model),
@@ -138,11 +139,11 @@ def _from_config(spec: WorkloadSpec, device: torch.device) -> Step:
     return workload
 
 
-def _size(spec: WorkloadSpec, source: ConfigSource, head: Head) -> tuple[int, int | None, str]:
+def _size(spec: WorkloadSpec, source: ConfigSource, trained: ModelClass) -> tuple[int, int | None, str]:
     """Rows, the longest sequence (None for images) and a note: as asked, else the shape's, else usual ones."""
     defaults = source.defaults
     rows = spec.batch_size or (defaults.batch_size if defaults else _DEFAULT_ROWS)
-    if head.task not in TEXT:
+    if trained.task not in TEXT:
         return rows, None, "--seq-len is ignored: images have the size that the model takes." if spec.seq_len else ""
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
     usual = min(limit, _DEFAULT_LENGTH) if isinstance(limit, int) and limit > 0 else _DEFAULT_LENGTH
@@ -249,7 +250,7 @@ def _eight_bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def make_model(
-    spec: WorkloadSpec, source: ConfigSource, head: Head, dtype: torch.dtype, device: torch.device
+    spec: WorkloadSpec, source: ConfigSource, trained: ModelClass, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """The model on ``device`` in training mode, with random weights: bytes and seconds do not depend on their values.
 
@@ -257,13 +258,19 @@ def make_model(
     running out of memory is passed on.
     """
     quantization = quantization_of(spec, DTYPES[spec.autocast] if spec.autocast is not None else dtype)
-    if head.remote and quantization is not None:
+    if trained.remote and quantization is not None:
         raise WorkloadError(
             f"{source.where} is built by code of its own, which is not quantised without its weights",
             remedy="Make the model in a function of your own.",
         )
     try:
-        return _made(spec, source, head, dtype, quantization, device).train()
+        cls, config = load_class(trained), source.config
+        options: dict[str, Any] = {"dtype": dtype} | ({} if spec.attn is None else {"attn_implementation": spec.attn})
+        if quantization is not None:
+            return build_quantised(cls, config, options, quantization, device).train()
+        code = {"trust_remote_code": True} if trained.remote else {}
+        with torch.device(device), fast_init():
+            return (cls.from_config if trained.remote else cls._from_config)(config, **options, **code).train()
     except Exception as error:
         if isinstance(error, WorkloadError) or is_out_of_memory(error):
             raise
@@ -273,23 +280,11 @@ def make_model(
         ) from None
 
 
-def _made(
-    spec: WorkloadSpec, source: ConfigSource, head: Head, dtype: torch.dtype, quantization: Any, device: torch.device
-) -> nn.Module:
-    cls, config = model_class(head), source.config
-    options: dict[str, Any] = {"dtype": dtype} | ({} if spec.attn is None else {"attn_implementation": spec.attn})
-    code = {"trust_remote_code": spec.trust_remote_code} if head.remote else {}
-    if quantization is not None:
-        return build_quantised(cls, config, options, quantization, device)
-    with torch.device(device), fast_init():
-        return (cls.from_config if head.remote else cls._from_config)(config, **options, **code)
-
-
-def model_class(head: Head) -> Any:
-    """transformers' class that makes models of this head. Imports the module that it is in."""
+def load_class(trained: ModelClass) -> Any:
+    """transformers' class of this name, or the Auto class for remote code. Imports the module that it is in."""
     import transformers
 
-    return getattr(transformers, head.auto if head.remote else head.cls)
+    return getattr(transformers, trained.auto if trained.remote else trained.name)
 
 
 def apply_liger(model: nn.Module) -> None:

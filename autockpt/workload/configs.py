@@ -1,7 +1,7 @@
 """Find the configuration of a model by its name (shape, file, directory, hub id), and prepare it for training.
 
 A training step needs room for the sequence, all layers in every step, and padding (``prepare``), and a class with a
-loss (``head_of``). What costs the same in every block is measured on a model of fewer blocks (``shallow_twin``).
+loss (``class_to_train``). What costs the same in every block is measured on a model of fewer blocks (``shallow_twin``).
 """
 
 from __future__ import annotations
@@ -238,10 +238,10 @@ def _fit_positions(source: ConfigSource, length: int | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Head:
-    """A model class by name, its task, and the Auto class that makes it if ``remote`` code. ``note`` is for people."""
+class ModelClass:
+    """A model's class by name, its task, and the Auto class that makes it if ``remote``. ``note`` is for people."""
 
-    cls: str
+    name: str
     task: Task
     auto: str
     note: str | None = None
@@ -267,41 +267,35 @@ _NOTES = {"AutoModelForImageTextToText": _TEXT_ONLY}
 BY_HAND = "Write a function that returns (model, batch) and pass it as --model package.module:function."
 
 
-def head_of(config: Any, architecture: str | None, where: str) -> Head:
-    """The class to train: ``architecture`` or the one that ``config.architectures`` names, if it has a loss.
+def class_to_train(source: ConfigSource, own_code: bool = False) -> ModelClass:
+    """The class to train: of the configuration's ``own_code``, if it has any and that may run; else the one it names.
 
-    Otherwise the first that transformers' tables know for the model type. Raises WorkloadError where there is none.
+    Where it names none that has a loss, the first that transformers' tables know for the model type. Raises
+    WorkloadError where there is none.
     """
-    named = architecture or next(iter(getattr(config, "architectures", None) or ()), None)
+    config = source.config
+    remote: dict[str, str] = (getattr(config, "auto_map", None) or {}) if own_code else {}
+    for _, task, auto in _TABLES:
+        if auto in remote:
+            return ModelClass(remote[auto].rpartition(".")[2], task, auto, remote=True)
+    if any(key.startswith("AutoModel") for key in remote):
+        raise WorkloadError(f"the remote code of {source.where} offers no class with a loss", remedy=BY_HAND)
+    named = source.architecture or next(iter(getattr(config, "architectures", None) or ()), None)
     tables = _tables()
     for table, task, auto in tables:
         if named is not None and any(named in classes for classes in table.values()):
-            return Head(named, task, auto, _NOTES.get(auto))
+            return ModelClass(named, task, auto, _NOTES.get(auto))
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     for table, task, auto in tables:
         if config.model_type not in table or (task == "seq2seq_lm") != encoder_decoder:
             continue
         cls = table[config.model_type][0]
         note = f"{named} has no loss of its own, so {cls} is trained." if named else None
-        return Head(cls, task, auto, note or _NOTES.get(auto))
+        return ModelClass(cls, task, auto, note or _NOTES.get(auto))
     raise WorkloadError(
-        f"{where} has no head that autockpt knows to train ({named or config.model_type})",
+        f"{source.where} has no class with a loss that autockpt knows ({named or config.model_type})",
         remedy=BY_HAND,
     )
-
-
-def remote_head(config: Any, where: str) -> Head | None:
-    """The head of a configuration whose model class is remote code; None where the class is transformers' own."""
-    remote: dict[str, str] = getattr(config, "auto_map", None) or {}
-    for _, task, auto in _TABLES:
-        if auto in remote:
-            return Head(remote[auto].rpartition(".")[2], task, auto, remote=True)
-    if any(key.startswith("AutoModel") for key in remote):
-        raise WorkloadError(
-            f"the remote code of {where} offers no class with a loss",
-            remedy=BY_HAND,
-        )
-    return None
 
 
 def _tables() -> list[tuple[dict[str, tuple[str, ...]], Task, str]]:

@@ -5,16 +5,16 @@ import torch
 
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.shipped import list_models, load_model_shape
-from autockpt.workload.configs import find_config, head_of
+from autockpt.workload.configs import class_to_train, find_config
 
 
 def build_on_meta(name: str) -> torch.nn.Module:
     import transformers
 
     source = find_config(WorkloadSpec(model=name))
-    head = head_of(source.config, source.architecture, name)
+    trained = class_to_train(source)
     with torch.device("meta"):
-        return getattr(transformers, head.cls)(source.config)
+        return getattr(transformers, trained.name)(source.config)
 
 
 @pytest.mark.slow

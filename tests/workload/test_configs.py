@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from autockpt.errors import WorkloadError
 from autockpt.schema.workload import WorkloadSpec
 from autockpt.workload import build, configs, discover_units
-from autockpt.workload.configs import ConfigSource, find_config, head_of, remote_head, shallow_twin
+from autockpt.workload.configs import ConfigSource, class_to_train, find_config, shallow_twin
 
 
 @pytest.fixture(autouse=True)
@@ -87,21 +87,22 @@ def test_paths_to_nothing_and_unknown_names(name: str) -> None:
     ],
 )
 def test_by_model_type(model_type: str, cls: str, task: str) -> None:
-    head = head_of(AutoConfig.for_model(model_type), None, model_type)
-    assert (head.cls, head.task) == (cls, task)
+    trained = class_to_train(ConfigSource(AutoConfig.for_model(model_type), model_type))
+    assert (trained.name, trained.task) == (cls, task)
 
 
 def test_remote_code_says_itself_what_it_is() -> None:
-    config = AutoConfig.for_model("llama")
-    assert remote_head(config, "x") is None
+    source = ConfigSource(config := AutoConfig.for_model("llama"), "x")
+    assert not class_to_train(source, own_code=True).remote
     config.auto_map = {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.MyModel"}
-    head = remote_head(config, "x")
-    assert head is not None and (head.cls, head.task, head.remote) == ("MyModel", "causal_lm", True)
+    trained = class_to_train(source, own_code=True)
+    assert (trained.name, trained.task, trained.remote) == ("MyModel", "causal_lm", True)
+    assert not class_to_train(source).remote
     config.auto_map = {"AutoModel": "m.MyModel"}
     with pytest.raises(WorkloadError):
-        remote_head(config, "x")
+        class_to_train(source, own_code=True)
     with pytest.raises(WorkloadError):
-        head_of(AutoConfig.for_model("whisper"), "WhisperForConditionalGeneration", "whisper")
+        class_to_train(ConfigSource(AutoConfig.for_model("whisper"), "whisper", "WhisperForConditionalGeneration"))
 
 
 # --- the same model but for its depth
