@@ -14,7 +14,7 @@ from typing import Any
 
 from autockpt.analysis.explanation import Bargain, Basis, Explanation, Front, Speed
 from autockpt.analysis.holdings import StepBytes, curve, joined, moment, telling_op
-from autockpt.analysis.why import PredictedPlans, budget_steps, recorded, searched, why
+from autockpt.analysis.why import PredictedPlans, budget_rows, recorded, searched, why
 from autockpt.cost import CostModel
 from autockpt.cost.roofline import peak_flops
 from autockpt.cost.simulation import simulate
@@ -269,7 +269,7 @@ def _explanation(
         basis=basis[0],
         basis_note=basis[1],
         budget=budget,
-        budgets=budget_steps(known, budget, known.reach(choices)),
+        budgets=budget_rows(known, budget, known.reach(choices)),
         step_note=step_note(times.environment, workload),
         save_all_peak=known.save_all.peak_bytes,
         smallest_peak=known.lean.peak_bytes,

@@ -132,7 +132,7 @@ class Why(Data):
     faster: Reach | None = None
 
 
-class BudgetStep(Data):
+class BudgetRow(Data):
     """What a budget buys. ``reach`` None: nothing fits."""
 
     budget_bytes: int
@@ -181,7 +181,7 @@ class Explanation(Data):
     why: Why | None = None
     speed: Speed | None = None
     step_note: str = Field(default="", description="known error of simulated steps, and what they leave out")
-    budgets: tuple[BudgetStep, ...] = ()
+    budgets: tuple[BudgetRow, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

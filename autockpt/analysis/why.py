@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autockpt.analysis.explanation import BudgetStep, Reach, Why
+from autockpt.analysis.explanation import BudgetRow, Reach, Why
 from autockpt.cost import CostModel
 from autockpt.errors import InfeasibleError
 from autockpt.schema import Choice, Prediction, Profile, ResolvedBudget, SearchRequest, format_binary, plan_hash
@@ -117,13 +117,13 @@ def why(known: PredictedPlans, choices: Mapping[str, Choice], budget_bytes: int 
     )
 
 
-def budget_steps(known: PredictedPlans, budget: ResolvedBudget | None, chosen: Reach) -> tuple[BudgetStep, ...]:
+def budget_rows(known: PredictedPlans, budget: ResolvedBudget | None, chosen: Reach) -> tuple[BudgetRow, ...]:
     """What budgets between saving everything and the leanest plan buy, most bytes first; the one asked for buys the
     ``chosen`` plan where no other is faster by more than a search tells apart."""
     high, low = known.save_all.peak_bytes, known.lean.peak_bytes
     asked = budget.bytes if budget is not None else None
     sizes = {low + (high - low) * share // 100 for share in SHARES} | ({asked} if asked is not None else set())
-    steps: list[BudgetStep] = []
+    rows: list[BudgetRow] = []
     seen: set[str] = set()
     for size in sorted(sizes):
         best, ours = known.at(size), size == asked
@@ -131,8 +131,8 @@ def budget_steps(known: PredictedPlans, budget: ResolvedBudget | None, chosen: R
             best = chosen
         key = plan_hash(best.choices) if best else format_binary(size)
         if ours:  # a budget that buys the very plan of another one is left out, the one asked for never
-            steps = [s for s in steps if s.reach is None or best is None or s.reach.choices != best.choices]
+            rows = [r for r in rows if r.reach is None or best is None or r.reach.choices != best.choices]
         if ours or key not in seen:
-            steps.append(BudgetStep(budget_bytes=size, reach=best, ours=ours))
+            rows.append(BudgetRow(budget_bytes=size, reach=best, ours=ours))
         seen.add(key)
-    return tuple(reversed(steps))
+    return tuple(reversed(rows))

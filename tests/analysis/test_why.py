@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from autockpt.analysis.why import PredictedPlans, budget_steps, searched, why
+from autockpt.analysis.why import PredictedPlans, budget_rows, searched, why
 from autockpt.cost import CostModel
 from autockpt.schema import ResolvedBudget, SearchRequest, SearchSpace, Silence, WorkloadSpec, parse_budget
 from autockpt.tuning.clock import Clock
@@ -43,12 +43,12 @@ def test_budgets_in_steps(half: tuple[CostModel, PredictedPlans, Trials]) -> Non
     chosen = known.at(ours)
     assert chosen is not None
     as_fast = chosen.model_copy(update={"step_seconds": chosen.step_seconds * 1.002})
-    steps = budget_steps(known, ResolvedBudget(asked="24GB", bytes=ours), as_fast)
+    steps = budget_rows(known, ResolvedBudget(asked="24GB", bytes=ours), as_fast)
     assert [s.reach for s in steps if s.ours] == [as_fast]
     sizes = [s.budget_bytes for s in steps]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] == low
     assert [s.budget_bytes for s in steps if s.ours] == [ours]
     overheads = [s.reach.overhead for s in steps if s.reach and s.reach.overhead is not None]
     assert all(b >= a - 1e-9 for a, b in itertools.pairwise(overheads)), "less memory is never faster"
-    hopeless = budget_steps(known, ResolvedBudget(asked="1KB", bytes=1), chosen)
+    hopeless = budget_rows(known, ResolvedBudget(asked="1KB", bytes=1), chosen)
     assert hopeless[-1].reach is None and hopeless[-1].ours
