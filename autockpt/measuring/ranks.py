@@ -34,7 +34,7 @@ from autockpt.measuring.statistics import noise
 from autockpt.process import launched, own_rank
 from autockpt.schema.trial import Measurement
 from autockpt.schema.workload import WorkloadSpec
-from autockpt.workload import Step, build, explain
+from autockpt.workload import Step, build, workload_error
 from autockpt.workload.factory import is_factory
 from autockpt.workload.failures import summary
 from autockpt.workload.sharding import in_a_group
@@ -78,7 +78,7 @@ def share_of(spec: WorkloadSpec, device: str | None) -> Step:
     try:
         step = build(spec, there.torch_device)
     except Exception as error:
-        failed = explain(error, "building the model and batch")
+        failed = workload_error(error, "building the model and batch")
     failures: list[AutockptError | None] = [None] * size
     distributed.all_gather_object(failures, failed)
     for rank, error in enumerate(failures):

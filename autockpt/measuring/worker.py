@@ -105,7 +105,7 @@ def _listen(connection: Connection, parent: int, put: Callable[[Any], None]) -> 
 
 def _explained(error: BaseException, verb: str, arguments: Mapping[str, Any]) -> AutockptError:
     """What an exception means, for people: the user's fault, the device's, or ours."""
-    from autockpt.workload import explain
+    from autockpt.workload import workload_error
 
     if device_lost(error):
         return MeasurementError(
@@ -117,4 +117,4 @@ def _explained(error: BaseException, verb: str, arguments: Mapping[str, Any]) ->
             f"{arguments['ref']} failed with {type(error).__name__}: {error}",
             remedy="The traceback is in the worker's log.",
         )
-    return explain(error, "building the model and batch" if verb == "start" else "a step of the workload")
+    return workload_error(error, "building the model and batch" if verb == "start" else "a step of the workload")

@@ -15,7 +15,7 @@ from torch import nn
 from autockpt.errors import WorkloadError
 from autockpt.schema.base import did_you_mean
 from autockpt.schema.workload import WorkloadSpec, as_option
-from autockpt.workload.failures import explain, is_out_of_memory
+from autockpt.workload.failures import is_out_of_memory, workload_error
 from autockpt.workload.step import Step
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -44,7 +44,7 @@ def call_factory(spec: WorkloadSpec) -> Step | tuple[nn.Module, Any, Any]:
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
-        raise explain(error, spec.model) from None
+        raise workload_error(error, spec.model) from None
     if isinstance(returned, Step):
         for name in _given(spec, [n for n in WorkloadSpec.model_fields if n not in (*_PASSED_ON, *_FOLLOWED)]):
             raise WorkloadError(
@@ -87,9 +87,9 @@ def _find(name: str) -> Callable[..., Any]:
                 remedy=f"It is looked for in {os.getcwd()} and among the installed packages."
                 + (f" A file goes by its module's name: {module_name[:-3]}:{attribute}." * module_name.endswith(".py")),
             ) from None
-        raise explain(error, f"importing {module_name}", remedy=f"Is {error.name} installed here?") from None
+        raise workload_error(error, f"importing {module_name}", remedy=f"Is {error.name} installed here?") from None
     except (Exception, SystemExit) as error:
-        raise explain(error, f"importing {module_name}") from None
+        raise workload_error(error, f"importing {module_name}") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
             remedy = did_you_mean(part, dir(found)) or _RETURNS

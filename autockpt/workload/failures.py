@@ -30,7 +30,7 @@ def needed(what: str, remedy: str) -> Iterator[None]:
         raise UsageError(what, remedy=remedy) from None
 
 
-def explain(error: BaseException, what: str, *, remedy: str = "") -> AutockptError:
+def workload_error(error: BaseException, what: str, *, remedy: str = "") -> AutockptError:
     """A WorkloadError that says what failed, where in the user's own code, and with which message.
 
     Errors that already are for people come back as they are.
@@ -58,8 +58,8 @@ def step_failed(error: BaseException, what: str) -> AutockptError:
             "An optimizer such as LBFGS, which calls a closure, runs forward and backward several times in a step. "
             "Search with another over the same weights (torch.optim.SGD): activations of its passes are the same."
         )
-        return explain(error, what, remedy=several)
-    return explain(error, what, remedy="" if location(error) else refused)
+        return workload_error(error, what, remedy=several)
+    return workload_error(error, what, remedy="" if location(error) else refused)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
