@@ -27,7 +27,7 @@ from autockpt.tracing.pool import MOST, GhostPool
 from autockpt.tracing.process import Build, GhostProcess, NotForkable, can_fork
 from autockpt.tracing.traced_run import GhostRun, capability_at
 from autockpt.workload import BUCKETS, Step, preload
-from autockpt.workload.units import units_named
+from autockpt.workload.units import units_setting
 
 _IN_PROCESS = "Traced inside this process, because it uses an accelerator."
 _BY_ITSELF = (
@@ -159,7 +159,7 @@ def open_tracer(
     ``hardware`` and ``device`` are as for ``Tracer.from_spec``.
     """
     tracer = stack.enter_context(Tracer.from_spec(spec, hardware=hardware, device=device))
-    if plan is not None and spec.units is None and (named := units_named(plan, tracer.units, tracer.head)):
+    if plan is not None and spec.units is None and (named := units_setting(plan, tracer.units, tracer.head)):
         by_name = spec.model_copy(update={"units": named})
         with suppress(UsageError):  # no such modules: reported later, with a suggestion
             return stack.enter_context(Tracer.from_spec(by_name, hardware=hardware, device=device)), by_name

@@ -256,7 +256,7 @@ def with_longest(request: SearchRequest, listener: Listener) -> SearchRequest:
     sizes, size = {now}, 1
     while size <= now * MOST_TIMES:
         sizes.add(size)
-        size += max(1, 1 << max(0, (size // GRAIN).bit_length() - 1))  # distinguished by a power of two tokens
+        size += 1 << max(0, (size // GRAIN).bit_length() - 1)  # distinguished by a power of two tokens
     peaks, refused = dict[int, float](), dict[int, str]()
 
     def needed(tokens: int) -> float:

@@ -156,7 +156,7 @@ def plan_units(model: nn.Module, named: object, patterns: Sequence[str]) -> tupl
     return (*units, *discover_units(model, ",".join(more))) if more else units
 
 
-def units_named(plan: Plan, units: Iterable[Unit], head: Unit | None) -> str | None:
+def units_setting(plan: Plan, units: Iterable[Unit], head: Unit | None) -> str | None:
     """``units`` of a workload in which a plan can be followed, where it names other modules than these units.
 
     Plans that a search made say which in their settings; those written by hand by the names themselves. None where
