@@ -129,7 +129,7 @@ class AnswerRow:
     plan: Comparison
     verdict: str
     known: Measurement | Prediction | None
-    headroom_bytes: int | None
+    spare_bytes: int | None
     overhead: float | None
     overhead_noise: float
     overhead_predicted: bool
@@ -138,7 +138,7 @@ class AnswerRow:
 
 
 def answer_rows(rows: tuple[Comparison, ...], budget_bytes: int) -> list[AnswerRow]:
-    """Work out headroom, and overhead over the row *none*: both measured where they are, else both predicted."""
+    """Work out what is to spare, and overhead over the row *none*: both measured where they are, else both predicted."""
     none = next((r for r in rows if r.name == "none"), None)
     return [_row(r, none, budget_bytes, ours=r is rows[-1]) for r in rows]
 
@@ -154,9 +154,9 @@ def _row(row: Comparison, none: Comparison | None, budget_bytes: int, ours: bool
     overhead = None
     if row is not none and here is not None and base is not None and here.step_seconds and base.step_seconds:
         overhead = here.step_seconds / base.step_seconds - 1
-    headroom = budget_bytes - known.peak_bytes if known is not None else None
+    spare = budget_bytes - known.peak_bytes if known is not None else None
     note = "; ".join(filter(None, (row.note, words.by_rank(row.measured))))
-    return AnswerRow(row, verdict, known, headroom, overhead, noise, predicted, note, ours)
+    return AnswerRow(row, verdict, known, spare, overhead, noise, predicted, note, ours)
 
 
 def loading_lines(path: str, compiled: CompileMode | None = None) -> tuple[str, ...]:

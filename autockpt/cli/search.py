@@ -235,7 +235,7 @@ def print_answer(outcome: SearchOutcome, console: Console) -> None:
 def answer_table(rows: list[AnswerRow]) -> Table:
     """The table of plans, with predictions below measurements."""
     host = any(row.known is not None and row.known.host_bytes for row in rows)  # where something is offloaded
-    columns = ["<plan", "fits", ">peak", ">headroom", ">step", ">overhead", *([">host"] if host else [])]
+    columns = ["<plan", "fits", ">peak", ">spare", ">step", ">overhead", *([">host"] if host else [])]
     table = plain_table(*columns)
     for row in rows:
         table.add_row(*_cells(row)[: len(columns)], style="bold" if row.ours else None)
@@ -258,9 +258,9 @@ def _cells(row: AnswerRow) -> list[Text | str]:
         overhead = Text(f"{'~' if row.overhead_predicted else ''}{words.share(row.overhead, signed=True)}")
         if 0 < row.overhead_noise < words.USELESS_NOISE:
             overhead.append(f"\n±{words.share(row.overhead_noise)}")
-    headroom = "—" if row.headroom_bytes is None else format_binary(row.headroom_bytes)
+    spare = "—" if row.spare_bytes is None else format_binary(row.spare_bytes)
     host = format_binary(known.host_bytes) if known is not None and known.host_bytes else "—"
-    return [plan.name, Text(word, style=colour), peak, headroom, step, overhead, host]
+    return [plan.name, Text(word, style=colour), peak, spare, step, overhead, host]
 
 
 def _heading(outcome: SearchOutcome) -> Text:
