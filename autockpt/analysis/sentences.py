@@ -138,7 +138,7 @@ class AnswerRow:
 
 
 def answer_rows(rows: tuple[Comparison, ...], budget_bytes: int) -> list[AnswerRow]:
-    """Work out what is to spare, and overhead over the row *none*: both measured where they are, else both predicted."""
+    """Work out spare bytes, and overhead over the row *none*: both measured where they are, else both predicted."""
     none = next((r for r in rows if r.name == "none"), None)
     return [_row(r, none, budget_bytes, ours=r is rows[-1]) for r in rows]
 

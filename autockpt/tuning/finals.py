@@ -49,7 +49,7 @@ class Final:
         return statistics.median(base) * statistics.median(a / b for a, b in zip(ours, base, strict=False))
 
     def ratio(self, number: int) -> float:
-        """The same as a multiple of the step of one of the ``last``; ``error`` is its uncertainty."""
+        """A trial's step as a multiple of that of one of the ``last``, with the uncertainty ``error``."""
         base, ours = self.times[self.last[0]], self.times[number]
         both = min(len(ours), len(base))
         return ratio_interval(ours[:both], base[:both]).value

@@ -21,7 +21,6 @@ from autockpt.tuning.trials import HIDDEN_COPIES
 
 BUDGETS = 12  # between the leanest plan's and that of saving everything
 SOLVING = 0.3  # seconds that the solver may take for one of them
-FEWEST = 1  # plans that are ghost-run
 SHARE = 0.02  # of the search's time that all of them may take
 HARDLY_SLOWER = 0.01  # of the step: plans up to that much slower are offered where they leave more room
 NOTABLE_ROOM = 0.03  # of the budget
@@ -32,19 +31,20 @@ KEPT = 64  # ghost runs on record, the latest
 def look_around(cost_model: CostModel, loop: Loop, known: Outlook | None, share: float = SHARE) -> Outlook:
     """The predictions of this search, and of plans for other budgets, which are ghost-run here.
 
-    These take at most a ``share`` of the search's time. ``known`` is from an earlier search of this question.
+    All but the first take at most a ``share`` of the search's time. ``known`` is from an earlier search of this
+    question.
     """
     assert loop.best is not None
     clock, predictor = loop.clock, cost_model.predictor
     until = clock.elapsed * (1 + share)
     runs = {plan_hash(run.choices): run for run in (known.plans if known is not None else ())}
-    runs |= {plan_hash(run.choices): run for run in cost_model.predictor.ghost_runs}
+    runs |= {plan_hash(run.choices): run for run in predictor.ghost_runs}
     plans = plans_around(cost_model, loop.trials.all, loop.best, loop.budget.bytes)
     others = {key: choices for choices in plans if (key := plan_hash(choices)) not in runs}
     clock.listener.stage("ghost-run other budgets", len(others))
     with predictor.watched(clock.listener):
         for new, (key, choices) in enumerate(others.items()):
-            if new >= FEWEST and clock.elapsed > until:
+            if new and clock.elapsed > until:
                 break
             runs[key] = GhostAnswer(choices=choices, predicted=predictor.within_least_budget(choices))
     return Outlook(plans=tuple(runs.values())[-KEPT:])
