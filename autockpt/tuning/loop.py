@@ -14,11 +14,11 @@ from autockpt.errors import AutockptError, MeasurementError, TimeLimitReached
 from autockpt.schema import Choice, ResolvedBudget, Trial
 from autockpt.schema.baselines import NONE
 from autockpt.tuning.targets.base import CHECKS, Target
-from autockpt.tuning.trials import Candidate, Score, Trials
+from autockpt.tuning.trials import Candidate, Result, Trials
 
 MAX_CRASHES = 2
 """Crashes of measuring processes after which a plan is given up."""
-_GIVEN_UP = Score("failed", message=f"not measured: {MAX_CRASHES} processes ended in the middle of it")
+_GIVEN_UP = Result("failed", message=f"not measured: {MAX_CRASHES} processes ended in the middle of it")
 
 
 class Proposer(Protocol):
@@ -57,7 +57,7 @@ class Proposer(Protocol):
 
 @dataclass
 class Loop:
-    """One search: ``proposer`` yields candidates, ``target`` scores them, ``trials`` records the scores.
+    """One search: ``proposer`` yields candidates, ``target`` evaluates them, ``trials`` records the results.
 
     At most as many candidates are tried as the target's request says, within the time limit of the trials' clock.
     After ``run``, ``best`` is the result (None where it was ``interrupted`` before any plan that fits was measured) and
@@ -164,32 +164,32 @@ class Loop:
         return self.trials.find(self.proposer.baselines[NONE])
 
     def _try(self, candidates: Iterator[Candidate]) -> None:
-        """Score each candidate that is not among the trials."""
+        """Evaluate each candidate that is not among the trials."""
         began = self.clock.elapsed
         for candidate in candidates:
             if self.trials.find(candidate.choices) is not None:
                 self.clock.listener.advance()
             else:
-                self._score(candidate)
+                self._evaluate(candidate)
                 self.last_seconds = self.clock.elapsed - began
             began = self.clock.elapsed
 
-    def _score(self, candidate: Candidate) -> None:
-        """Score a new plan and record the trial. A plan that crashed too many processes is not measured again."""
+    def _evaluate(self, candidate: Candidate) -> None:
+        """Evaluate a new plan and record the trial. A plan that crashed too many processes is not measured again."""
         budget_bytes = None if candidate.encoding == "baseline" else self.trials.budget_bytes
-        if candidate.score is not None or not self.target.request.measures:
-            score = candidate.score or self.target.score(candidate, budget_bytes)
-            trial = self.trials.write(candidate, score)
+        if candidate.result is not None or not self.target.request.measures:
+            result = candidate.result or self.target.evaluate(candidate, budget_bytes)
+            trial = self.trials.write(candidate, result)
         else:
             with self.trials.measuring(candidate.choices) as ended:
-                score = _GIVEN_UP if ended >= MAX_CRASHES else self.target.score(candidate, budget_bytes)
-                trial = self.trials.write(candidate, score)
+                result = _GIVEN_UP if ended >= MAX_CRASHES else self.target.evaluate(candidate, budget_bytes)
+                trial = self.trials.write(candidate, result)
         if self.target.request.measures or not self.trials.nominal:
             self.clock.listener.trial(trial, self.trials.best)
         else:  # its seconds only rank plans
             self.clock.listener.advance()
-        if score.last is not None:
-            raise score.last
+        if result.last is not None:
+            raise result.last
 
     def _refuse(self) -> NoReturn:
         """Raises InfeasibleError, or TimeLimitReached where plans that may fit were not measured in time."""

@@ -14,7 +14,7 @@ from autockpt.tuning.clock import Clock
 
 
 @dataclass(frozen=True)
-class Score:
+class Result:
     """The result of a candidate. ``measured`` is None where no step was taken, or it ran out of memory.
 
     ``last`` is the reason why nothing can be measured afterwards.
@@ -38,7 +38,7 @@ HIDDEN_COPIES = "hidden_copies"
 class Candidate:
     """A plan to try, with its name and what proposed it.
 
-    ``predicted`` comes from its ghost run. A ``score`` is set where that rules the plan out, so that no step is taken.
+    ``predicted`` comes from its ghost run. A ``result`` is set where that rules the plan out, so that no step is taken.
     ``outclassed``: predicted to be worse than another plan, so it is measured briefly.
     """
 
@@ -47,7 +47,7 @@ class Candidate:
     encoding: str = "baseline"
     parameters: Parameters = field(default_factory=dict)
     predicted: Prediction | None = None
-    score: Score | None = None
+    result: Result | None = None
     outclassed: bool = False
 
 
@@ -93,8 +93,8 @@ class Trials:
             raise
         self.run.write_in_flight({other: times for other, times in ended.items() if other != plan})
 
-    def write(self, candidate: Candidate, score: Score) -> Trial:
-        """Add the score of a new plan. Returns the trial."""
+    def write(self, candidate: Candidate, result: Result) -> Trial:
+        """Add the result of a new plan. Returns the trial."""
         return self.put(
             Trial(
                 number=len(self.all),
@@ -102,12 +102,12 @@ class Trials:
                 encoding=candidate.encoding,
                 choices=candidate.choices,
                 plan_hash=plan_hash(candidate.choices),
-                state=score.state,
-                feasible=None if score.state in ("measured", "simulated") else False,
+                state=result.state,
+                feasible=None if result.state in ("measured", "simulated") else False,
                 predicted=candidate.predicted,
-                measured=score.measured,
+                measured=result.measured,
                 parameters=dict(candidate.parameters),
-                message=score.message,
+                message=result.message,
                 elapsed_seconds=self.clock.elapsed,
             )
         )

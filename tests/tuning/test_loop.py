@@ -31,7 +31,7 @@ from autockpt.tuning.clock import Clock
 from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.targets.base import Target
 from autockpt.tuning.targets.measured import Measured
-from autockpt.tuning.trials import Candidate, Score, Trials
+from autockpt.tuning.trials import Candidate, Result, Trials
 from tests.errors import raises
 from tests.samples import environment
 from tests.tuning.device import MadeUpDevice
@@ -283,7 +283,7 @@ def test_timings_that_swing_are_said_to_come_of_other_processes(swing: float, sa
     for number in range(2):
         measured = Measurement(peak_bytes=1, step_seconds=1.0, noise=0.05)
         candidate = Candidate({"0": SAVE if number else RECOMPUTE})
-        trials.write(candidate, Score("measured", measured))
+        trials.write(candidate, Result("measured", measured))
     trials.judge(parse_budget("1KB").resolved(0, 0, 1000, "cpu"))
 
     random = Random(0)
@@ -328,9 +328,9 @@ def test_a_plan_measured_for_the_profile_is_not_measured_again() -> None:
     target = Measured(None, Clock(Silence()), device)  # type: ignore[arg-type]
     target.measured_before = {plan_hash(plan): known}
     device.measured.clear()
-    assert target.score(Candidate(plan), None) == target.score(Candidate(plan), known.peak_bytes)
-    assert target.score(Candidate(plan), None).measured == known and not device.measured
-    target.score(Candidate(plan), known.peak_bytes - 1)  # which only a real limit tells
+    assert target.evaluate(Candidate(plan), None) == target.evaluate(Candidate(plan), known.peak_bytes)
+    assert target.evaluate(Candidate(plan), None).measured == known and not device.measured
+    target.evaluate(Candidate(plan), known.peak_bytes - 1)  # which only a real limit tells
     assert device.measured == [plan]
 
 

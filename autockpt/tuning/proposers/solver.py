@@ -36,7 +36,7 @@ from autockpt.tuning.trials import (
     Candidate,
     Parameters,
     Plans,
-    Score,
+    Result,
     Trials,
     peak_of_trial,
 )
@@ -279,12 +279,12 @@ class SolverProposer(Proposer):
 
     def _candidate(self, choices: Mapping[str, Choice], name: str, encoding: str, *, fits: bool = True) -> Candidate:
         """A plan with its prediction. It is not measured if that does not fit or ``fits`` is False."""
-        predicted, score = self._predict(choices), None
+        predicted, result = self._predict(choices), None
         if self.cost_model.predictor.over_host(choices):
-            score = Score("predicted_over", message=f"{format_bytes(predicted.host_bytes)} on the host")
+            result = Result("predicted_over", message=f"{format_bytes(predicted.host_bytes)} on the host")
         elif predicted.peak_bytes > self.available_bytes or not fits:
-            score = Score("predicted_over")
-        return Candidate(dict(choices), name, encoding, predicted=predicted, score=score)
+            result = Result("predicted_over")
+        return Candidate(dict(choices), name, encoding, predicted=predicted, result=result)
 
     def _propose(self) -> tuple[int, Candidate]:
         """The plan at the sampler's next point, and its number there."""

@@ -17,7 +17,7 @@ from autockpt.schema import SAVE, Choice, Environment, Graph, SearchRequest, Sea
 from autockpt.schema.names import fold
 from autockpt.schema.plan import NEVER_CALLED
 from autockpt.tuning.traced_model import TracedModel, less_than_asked
-from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Score, Trials, preferred
+from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Plans, Result, Trials, preferred
 
 CHECKS = 8
 """Ghost runs that refine one candidate, at most."""
@@ -78,7 +78,7 @@ class Prepared:
 
 @dataclass
 class Target:
-    """Traces the step, builds the cost model, scores candidates and chooses the winner, in this order.
+    """Traces the step, builds the cost model, evaluates candidates and chooses the winner, in this order.
 
     Whether it takes real steps, the ``request`` says. ``notes`` are shown to the user with the answer.
     """
@@ -94,8 +94,8 @@ class Target:
         """The cost model of choices; None where steps can only be measured."""
         raise NotImplementedError
 
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
-        """Evaluate a plan, under ``budget_bytes`` as a limit where the device enforces one. Raises TimeLimitReached."""
+    def evaluate(self, candidate: Candidate, budget_bytes: int | None) -> Result:
+        """Try a plan, under ``budget_bytes`` as a limit where the device enforces one. Raises TimeLimitReached."""
         raise NotImplementedError
 
     def reserved(self, trials: Trials, baselines: Sequence[Trial]) -> float:

@@ -18,7 +18,7 @@ from autockpt.tracing import Tracer
 from autockpt.tuning.finals import first_rounds
 from autockpt.tuning.targets.base import Prepared
 from autockpt.tuning.targets.measured import FINALS_SHARE, Measured, saving_everything
-from autockpt.tuning.trials import Candidate, Score, Trials
+from autockpt.tuning.trials import Candidate, Result, Trials
 
 IN_GRAPHS = ("save", "recompute", "selective")
 """Choices that can be part of a compiled graph, besides compile_budget."""
@@ -57,10 +57,10 @@ class Compiled(Measured):
         """There is none. Tells the user what takes long."""
         self.clock.listener.note(_COMPILING[self.request.compile or "layers"])
 
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
+    def evaluate(self, candidate: Candidate, budget_bytes: int | None) -> Result:
         """Measure a plan. It has failed where the compiler refuses it."""
         try:
-            return super().score(candidate, budget_bytes)
+            return super().evaluate(candidate, budget_bytes)
         except TimeLimitReached:
             raise
         except (ConflictError, MeasurementError) as error:
@@ -68,7 +68,7 @@ class Compiled(Measured):
             if isinstance(error, ConflictError) and on_budgets and not self.refuses_budgets:
                 self.refuses_budgets = True
                 self.notes.append(f"No compile_budget for this model: {error.message}")
-            return Score("failed", message=error.message)
+            return Result("failed", message=error.message)
 
     def reserved(self, trials: Trials, baselines: Sequence[Trial]) -> float:
         """The time of the finals, in which plans of an earlier run are compiled again; 0 before the two first plans."""

@@ -34,7 +34,7 @@ from autockpt.tuning.proposers.solver import SolverProposer
 from autockpt.tuning.refit import noise_of, of_known_noise
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.traced_model import trace_model, tracer_of
-from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Score, Trials, preferred
+from autockpt.tuning.trials import AS_FAST, NAMED, Candidate, Result, Trials, preferred
 
 FINAL_SECONDS = 15.0
 FINALS_SHARE = 0.2
@@ -119,11 +119,11 @@ class Measured(Target):
         self.measured_before = {plan_hash(traced.uniform[kind][0]): plan for kind, plan in measured.items()}
         return times
 
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
+    def evaluate(self, candidate: Candidate, budget_bytes: int | None) -> Result:
         """Measure real steps. Running out of memory is a result."""
         known = self.measured_before.get(plan_hash(candidate.choices))
         if known is not None and (budget_bytes is None or known.peak_bytes <= budget_bytes):
-            return Score("measured", known)
+            return Result("measured", known)
         predicted = candidate.predicted.step_seconds if candidate.predicted is not None else None
         brief = candidate.outclassed or self.clock.passed(HURRIED)
         steps = 1 if brief else cycles_to_time(predicted or self.step_seconds)
@@ -131,9 +131,9 @@ class Measured(Target):
             with self._host_link_lock(candidate):
                 measured = self.measurer.measure(candidate.choices, steps=steps, budget_bytes=budget_bytes)
         except DeviceOutOfMemory as error:
-            return Score("out_of_memory", message=error.message, last=error.last)
+            return Result("out_of_memory", message=error.message, last=error.last)
         self.step_seconds = measured.step_seconds
-        return Score("measured", measured)
+        return Result("measured", measured)
 
     def _host_link_lock(self, *plans: Candidate | Trial) -> AbstractContextManager[None]:
         kind = self.measurer.environment.device.kind

@@ -15,7 +15,7 @@ from autockpt.tracing import open_tracer
 from autockpt.tuning.clock import Clock
 from autockpt.tuning.targets.base import Prepared, Target
 from autockpt.tuning.traced_model import device_of, local_device, trace_for_hardware, trace_model, tracer_of
-from autockpt.tuning.trials import Candidate, Score
+from autockpt.tuning.trials import Candidate, Result
 
 
 @dataclass
@@ -78,9 +78,9 @@ class Simulated(Target):
             return cached
         return traced.nominal(prepared.environment)
 
-    def score(self, candidate: Candidate, budget_bytes: int | None) -> Score:
-        """The score is the candidate's prediction."""
-        return Score("simulated")
+    def evaluate(self, candidate: Candidate, budget_bytes: int | None) -> Result:
+        """No step is taken: the trial's score is its prediction."""
+        return Result("simulated")
 
 
 def without_offload(space: SearchSpace, hardware: Hardware) -> tuple[SearchSpace, tuple[str, ...]]:
