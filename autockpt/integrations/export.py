@@ -1,6 +1,6 @@
 """Export a plan: the nearest setting of a trainer that has activation checkpointing of its own, and what is lost.
 
-A trainer is a function and a line in ``TARGETS``. No setting keeps more of a layer than the plan where the trainer can
+A trainer is a function and a line in ``TRAINERS``. No setting keeps more of a layer than the plan where the trainer can
 do without. Layers are matched by their order: some trainers have models of their own.
 
 transformers and TRL: arguments of their trainers, as of September 2026. axolotl: keys of its YAML, as of July 2026
@@ -72,18 +72,18 @@ class Setting:
         return {name: self.kind if name in self.picked else "save" for name in layers}
 
 
-def export(plan: Plan, target: str) -> Exported:
-    """The plan as settings of ``target``, one of ``TARGETS``; comments in front say what differs.
+def export(plan: Plan, trainer: str) -> Exported:
+    """The plan as settings of ``trainer``, one of ``TRAINERS``; comments in front say what differs.
 
-    Raises UsageError for an unknown target, PlanError for a plan that names no layers.
+    Raises UsageError for an unknown trainer, PlanError for a plan that names no layers.
     """
-    if target not in TARGETS:
+    if trainer not in TRAINERS:
         raise UsageError(
-            f"plans cannot be exported to {target!r}",
-            remedy=f"{did_you_mean(target, TARGETS)}Known: {', '.join(TARGETS)}.",
+            f"plans cannot be exported to {trainer!r}",
+            remedy=f"{did_you_mean(trainer, TRAINERS)}Known: {', '.join(TRAINERS)}.",
         )
     wanted = read(plan)
-    setting = TARGETS[target](wanted)
+    setting = TRAINERS[trainer](wanted)
     losses = list(losses_of(wanted, setting))
     notes = [*setting.notes, *_figures(plan, setting.done_to(wanted.layers))]
     if plan.smaller_batches:
@@ -91,7 +91,7 @@ def export(plan: Plan, target: str) -> Exported:
         losses.append(f"{sets}: these settings are for the largest")
     if gathered := [pattern for pattern, choice in plan.choices.items() if choice.gathered]:
         losses.append(f"{listing(gathered)}: weights are gathered again for backward, unless the trainer keeps all")
-    head = [f"The nearest setting of {target} to an autockpt plan."]
+    head = [f"The nearest setting of {trainer} to an autockpt plan."]
     head += ["What is lost:", *(f"- {loss}" for loss in losses)] if losses else ["Nothing is lost."]
     head += [f"Note: {note}" for note in notes]
     text = "\n".join([*(f"# {line}" for line in head), *setting.lines]) + "\n"
@@ -239,6 +239,6 @@ def megatron(wanted: LayerChoices) -> Setting:
     return Setting(["--recompute-granularity full", *method], names[:count], notes=notes)
 
 
-TARGETS: dict[str, Callable[[LayerChoices], Setting]] = {
+TRAINERS: dict[str, Callable[[LayerChoices], Setting]] = {
     trainer.__name__: trainer for trainer in (transformers, trl, axolotl, torchtitan, megatron)
 }

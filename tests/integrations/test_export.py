@@ -9,7 +9,7 @@ import transformers
 import yaml
 
 from autockpt.errors import PlanError
-from autockpt.integrations.export import TARGETS, LayerChoices, export, losses_of
+from autockpt.integrations.export import TRAINERS, LayerChoices, export, losses_of
 from autockpt.schema import Comparison, Measurement, Plan, ResolvedBudget
 from autockpt.schema.plan import Structure, When
 from tests.errors import raises
@@ -29,9 +29,9 @@ def wanted(**more: Any) -> LayerChoices:
     return LayerChoices(layers, more.get("others", {}), more.get("adapters", False))
 
 
-def nearest(wanted: LayerChoices, target: str) -> tuple[str, list[str]]:
+def nearest(wanted: LayerChoices, trainer: str) -> tuple[str, list[str]]:
     """The trainer's settings, and what is lost with them."""
-    setting = TARGETS[target](wanted)
+    setting = TRAINERS[trainer](wanted)
     return "\n".join(setting.lines), list(losses_of(wanted, setting))
 
 
@@ -61,14 +61,14 @@ def checkpointed(settings: str, folder: Path) -> list[int]:
     return flags["on"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("lists_head", [True, False])
-def test_a_choice_for_the_output_head_is_named_as_lost(target: str, lists_head: bool) -> None:
+def test_a_choice_for_the_output_head_is_named_as_lost(trainer: str, lists_head: bool) -> None:
     choices = {"model.layers.0-3": "recompute", "lm_head": {"kind": "chunked_softmax", "chunks": 8}}
     made = plan(choices)
     units = {**made.model.units, **({"lm_head": "Linear"} if lists_head else {})}
     made = made.model_copy(update={"model": Structure(units=units)})
-    exported = export(made, target)
+    exported = export(made, trainer)
     assert any("lm_head" in loss and "chunked_softmax" in loss for loss in exported.losses)
     assert flags(exported.settings)
 
@@ -93,10 +93,10 @@ def test_the_trainer_checkpoints_what_was_exported(choices, layers, exact, tmp_p
     assert (not result.losses) is exact, result.losses
 
 
-def settings_of(text: str, target: str) -> dict[str, Any]:
-    if target == "torchtitan":
+def settings_of(text: str, trainer: str) -> dict[str, Any]:
+    if trainer == "torchtitan":
         return tomllib.loads(text)["activation_checkpoint"]
-    if target == "megatron":
+    if trainer == "megatron":
         return {flag: value for flag, _, value in (line.partition(" ") for line in flags(text))}
     return yaml.safe_load(text)
 
@@ -136,22 +136,22 @@ EXPORTED: list[tuple[str, LayerChoices, dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("target", "asked", "settings", "losses"), EXPORTED)
-def test_settings_are_the_nearest_and_losses_are_named(target, asked, settings, losses):
-    text, lost = nearest(asked, target)
-    found = settings_of(text, target)
+@pytest.mark.parametrize(("trainer", "asked", "settings", "losses"), EXPORTED)
+def test_settings_are_the_nearest_and_losses_are_named(trainer, asked, settings, losses):
+    text, lost = nearest(asked, trainer)
+    found = settings_of(text, trainer)
     assert found | settings == found and len(lost) == losses, (text, lost)
     for name in ("activation_offloading", "selective_checkpointing", "--recompute-granularity", "--cpu-offloading"):
         assert (name in found) == (name in settings)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("kind", ["recompute", "offload", "recompute_offload", "keep_attention", "selective"])
 @pytest.mark.parametrize("freed", [1, 3, 7, 8])
-def test_no_less_is_freed_than_planned(target, kind, freed):
-    _, lost = nearest(wanted(**{f"at{i}": kind for i in range(freed)}), target)
+def test_no_less_is_freed_than_planned(trainer, kind, freed):
+    _, lost = nearest(wanted(**{f"at{i}": kind for i in range(freed)}), trainer)
     assert "more memory" not in " ".join(lost)
-    assert lost or freed in (1, 8) or target == "megatron"
+    assert lost or freed in (1, 8) or trainer == "megatron"
 
 
 def test_a_part_of_a_layer_frees_the_layer():
@@ -164,10 +164,10 @@ def test_a_part_of_a_layer_frees_the_layer():
     assert any("offload (of self_attn)" in loss and "recompute (of mlp)" in loss for loss in result.losses)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_export_says_that_it_loses_sets_for_small_batches(target):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_export_says_that_it_loses_sets_for_small_batches(trainer):
     other = plan({"model.layers.0-7": "save"}).model_copy(update={"when": When(tokens=64)})
-    found = export(plan({"model.layers.0-7": "recompute"}).with_smaller([other]), target)
+    found = export(plan({"model.layers.0-7": "recompute"}).with_smaller([other]), trainer)
     assert found.losses and "1 more sets of choices, for smaller batches" in found.settings
 
 
