@@ -21,7 +21,7 @@ from autockpt.progress import listener
 from autockpt.schema import CompileMode, Measurement, Plan, SearchOutcome, format_binary, format_bytes, words
 from autockpt.schema.baselines import legend_of_names
 from autockpt.schema.plan import choice_lines, set_lines
-from autockpt.schema.request import BatchAnswer, PipelineAnswer
+from autockpt.schema.request import TRIALS, BatchAnswer, PipelineAnswer
 from autockpt.schema.run_directory import plan_at
 from autockpt.schema.workload import Stage, described_by
 from autockpt.terminal import VERDICTS, heading, plain_table, print_legend, remarks, simulated
@@ -79,7 +79,7 @@ def search(
         "--trials -n N",
         "Measure at most this many candidates, besides baselines and simple plans; with --lengths or --global-batch "
         "at least three for each size. A simulation tries one.",
-        default=40,
+        default=TRIALS,
         min=1,
     ),
     timeout: str | None = opt(

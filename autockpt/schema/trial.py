@@ -51,7 +51,7 @@ TrialState = Literal["measured", "simulated", "out_of_memory", "over_budget", "p
 class Trial(Data):
     """One candidate of a search, whatever proposed it.
 
-    State "simulated": no step was taken, in a search for hardware that is not local; ``predicted`` is all there is.
+    State "simulated": no step was taken, in a search that simulates; ``predicted`` is all there is.
     """
 
     number: int
