@@ -1,4 +1,4 @@
-"""GPUs. Arithmetic is tested everywhere, with numbers in the place of PyTorch's; the rest needs a GPU."""
+"""GPUs, with numbers in the place of PyTorch's; ``tests.gpu`` asks a real one."""
 
 import os
 from dataclasses import dataclass, field
@@ -13,10 +13,6 @@ from autockpt.errors import DeviceOutOfMemory
 from tests.errors import raises
 
 GIB = 2**30
-needs_gpu = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no NVIDIA GPU that PyTorch can use"),
-]
 
 
 @dataclass
@@ -167,32 +163,3 @@ def test_strict_determinism_is_kept_where_it_is_free(monkeypatch, capability, wa
 )
 def test_out_of_memory_is_told_from_other_errors(error, full, device):
     assert device.out_of_memory(error) is (full in (True, device.kind))
-
-
-@pytest.fixture
-def device():
-    made = CudaDevice()
-    made.release()
-    yield made
-    made.release()
-
-
-class TestOnGpu:
-    pytestmark = needs_gpu
-
-    def test_a_budget_is_a_real_limit_and_memory_comes_back(self, device):
-        budget = device.context_bytes() + torch.cuda.memory_reserved() + 256 * 2**20
-        before = torch.cuda.memory.get_per_process_memory_fraction(0)
-        with device.limit(budget):
-            torch.empty(128 * 2**20, dtype=torch.uint8, device="cuda")
-            device.release()
-            with pytest.raises(torch.OutOfMemoryError) as caught:
-                torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
-            assert device.out_of_memory(caught.value)
-        assert torch.cuda.memory.get_per_process_memory_fraction(0) == before
-        torch.empty(512 * 2**20, dtype=torch.uint8, device="cuda")
-
-    def test_time_includes_queued_work(self, device):
-        a = torch.randn(4096, 4096, device="cuda")
-        seconds = device.time(lambda: [a @ a for _ in range(20)])  # type: ignore[arg-type, return-value]
-        assert seconds > 20 * 2 * 4096**3 / 2e15
