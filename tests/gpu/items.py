@@ -51,7 +51,7 @@ class Context:
 # What is worth most where there are ten minutes once; then the rest, by these parts.
 _FIRST = (
     *("1-kernels", "5-llama-1b-default-shape", "5-llama-1b-liger", "4-llama-1b", "2-overlap", "5-llama-8b-4-bits-lora"),
-    *("1-host-cost", "3-rates", "5-searches-llama-1b", "1-contract", "1-bits", "2-stress", "6-video"),
+    *("1-host-cost", "1-captured", "3-rates", "5-searches-llama-1b", "1-contract", "1-bits", "2-stress", "6-video"),
 )
 _PARTS = (1, 2, 5, 4, 3, 6)
 
@@ -67,6 +67,7 @@ def _all_of(shapes: Any) -> list[Item]:
     here = "tests.gpu"
     found = [
         Item(1, "kernels", f"{here}.runtime:kernels", 120),
+        Item(1, "captured", f"{here}.runtime:captured", 120),
         Item(1, "bits", f"{here}.runtime:bits", 150),
         Item(1, "released", f"{here}.runtime:released", 150),
         Item(1, "host cost", f"{here}.runtime:host_cost", 150),

@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds
+from autockpt.verification import digest
 from tests.evidence import host_cost as cost
 from tests.gpu.items import Context
 from tests.gpu.kernels import merged, profiled, total
@@ -61,6 +64,51 @@ def kernels(context: Context) -> dict[str, Any]:
             }
             context.keep({"rows": rows})
     return {"layers": len(units), "rows": rows}
+
+
+def captured(context: Context) -> dict[str, Any]:
+    """A step in a CUDA graph, as torchtitan captures its own: gradients of its replays beside those without a plan."""
+    if context.device == "cpu":
+        return {"rows": {}, "why": "a CPU captures no graph"}
+    rows: dict[str, Any] = {}
+    spec = WorkloadSpec.model_validate(context.shapes.kernels)
+    with repeatable(context.device), running(spec, context.device) as (runner, units):
+        tokens = runner.workload.batch["input_ids"]
+        both = tokens.clone(), tokens.flip(-1)
+        with runner.attached({}):
+            wanted = _replayed(runner, both)
+        for kind in CHOICES:
+            try:
+                with runner.attached(dict.fromkeys(units, parse_choice(kind))):
+                    found = _replayed(runner, both)
+            except ConflictError as error:
+                rows[kind] = {"message": error.message[:200]}
+            else:
+                unequal = [name for got, plain in zip(found, wanted, strict=True) for name in wrong(got, plain)]
+                rows[kind] = {"values": len(wanted[0]), "unequal": len(unequal), "first": next(iter(unequal), "")}
+            context.keep({"rows": rows})
+    return {"rows": rows}
+
+
+def _replayed(runner: StepRunner, batches: tuple[torch.Tensor, ...]) -> list[dict[str, str]]:
+    """Digests of the gradients that one captured forward and backward gives for each of the batches."""
+    workload, side, graph = runner.workload, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(UNCHECKED):
+            workload.forward_backward()
+            workload.release_gradients()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        workload.forward_backward()
+    found = []
+    for batch in batches:
+        workload.batch["input_ids"].copy_(batch)
+        graph.replay()
+        named = workload.model.named_parameters()
+        found.append({name: digest(p.grad) for name, p in named if p.grad is not None})
+    workload.release_gradients()
+    return found
 
 
 def bits(context: Context) -> dict[str, Any]:
