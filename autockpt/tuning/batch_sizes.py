@@ -24,7 +24,7 @@ from autockpt.schema.request import BatchAnswer, BatchSetting
 from autockpt.schema.words import tally
 from autockpt.tuning.clock import LAST_START, Clock
 from autockpt.tuning.job_sizes import LEAN_KINDS, job_of, largest_that_fits, least_bytes, what_if_of
-from autockpt.tuning.search import FEWEST, Search, run_search, save_plan_copy
+from autockpt.tuning.search import FEWEST, run_search, save_plan_copy
 from autockpt.tuning.traced_model import kinds_of, tracer_of
 
 APART = 0.02  # share of an update's time by which simulated settings must differ to be distinguished
@@ -32,14 +32,14 @@ SizeSearch = Callable[[int, int, float | None], SearchOutcome]
 """Searches one micro-batch size: (size, candidates, seconds left). A second search of a size continues the first."""
 
 
-def search_batch_sizes(request: SearchRequest, listener: Listener, search: Search = run_search) -> BatchAnswer:
+def search_batch_sizes(request: SearchRequest, listener: Listener) -> BatchAnswer:
     """The micro-batch, accumulation and plan with the most tokens per second, for ``request.rows_per_update`` rows.
 
     A live step's batch is cut to fewer rows, or repeated for more. All sizes share ``request.trials`` and
     ``request.timeout``. The answer is in ``outcome.plan.settings``, as ``batch_size`` and ``accumulate``. Raises
     UsageError for a batch that does not divide, a budget that is a share of the job's own peak, or a model whose rows
     depend on each other; InfeasibleError where not even single rows fit; KeyboardInterrupt after Ctrl-C; else what
-    ``run_search`` does, which ``search`` stands for.
+    ``run_search`` does.
     """
     refuse_many_processes()
     request.budget.refuse_share("differs by batch size")
@@ -60,7 +60,7 @@ def search_batch_sizes(request: SearchRequest, listener: Listener, search: Searc
 
         def at(size: int, trials: int, left: float | None) -> SearchOutcome:
             asked = {"out": out, "trials": trials, "timeout": left, "plan_out": None}
-            return search(job(size).model_copy(update=asked), listener)
+            return run_search(job(size).model_copy(update=asked), listener)
 
         def largest(*kinds: str) -> int:
             needed = partial(least_bytes, job, what_if, kinds)

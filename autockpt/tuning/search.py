@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,6 @@ from autockpt.tuning.traced_model import blocks_of, device_of
 from autockpt.tuning.trials import Trials
 from autockpt.workload import fingerprint, refuse_simulated
 
-Search = Callable[[SearchRequest, Listener | None], SearchOutcome]
-"""The type of ``run_search``, for functions that search several jobs."""
 FEWEST = 3  # candidates of a search, where several jobs share the trials
 
 

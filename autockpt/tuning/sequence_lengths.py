@@ -26,7 +26,7 @@ from autockpt.schema.plan import When
 from autockpt.schema.run_directory import RunDirectory
 from autockpt.tuning.clock import LAST_START, Clock
 from autockpt.tuning.job_sizes import resized
-from autockpt.tuning.search import FEWEST, Search, run_search, save_plan_copy
+from autockpt.tuning.search import FEWEST, run_search, save_plan_copy
 from autockpt.workload.lengths import shortened
 from autockpt.workload.units import discover_units
 
@@ -101,14 +101,14 @@ def _at(length: float, known: Iterable[tuple[float, float]]) -> float:
     return float(np.interp(length, lengths, [points[n] for n in lengths]))
 
 
-def search_lengths(request: SearchRequest, listener: Listener, search: Search = run_search) -> SearchOutcome:
+def search_lengths(request: SearchRequest, listener: Listener) -> SearchOutcome:
     """A plan for batches of all lengths, none of which breaks the budget. Each length is a search with its own run.
 
     Sequences longer than ``request.workload.seq_len`` count as cut off there; a live step's batch is as long as the
     longest and is cut for the others. The outcome is that of the longest, with the plan that holds all sets; it takes
     the place of that run's own plan. The longest gets half of ``request.trials``; all lengths share
     ``request.timeout``, of which each gets half of what is left. Raises UsageError for a batch without rows or that
-    cannot be cut, InfeasibleError where the longest fits no plan, and what ``search`` raises.
+    cannot be cut, InfeasibleError where the longest fits no plan, and what ``run_search`` raises.
     """
     request, lengths = _prepared(request, listener)
     spec, step = request.workload, request.step
@@ -121,7 +121,7 @@ def search_lengths(request: SearchRequest, listener: Listener, search: Search = 
         limits = {"trials": trials, "timeout": clock.timeout_of(0.5)}
         asked = request.model_copy(update={**sized, **limits, "plan_out": None})
         try:
-            outcome = search(asked, listener)
+            outcome = run_search(asked, listener)
         except TimeLimitReached:
             if not plans:
                 raise

@@ -67,7 +67,8 @@ def searched(lengths: Lengths, timeout: float | None = None, took: float = 0.0, 
     request = request_for(lengths=lengths, trials=24, timeout=timeout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Clock, "elapsed", property(lambda clock: took * len(asked)))
-        found = search_lengths(request, Silence(), search)
+        patch.setattr("autockpt.tuning.sequence_lengths.run_search", search)
+        found = search_lengths(request, Silence())
     return (found.plan, found.notes[len(asked) > 1 :]), asked
 
 
@@ -135,7 +136,7 @@ def test_sets_cover_all_lengths_fit_and_each_is_worth_it(counts: dict[int, int],
     assert expected.seconds(bounds) <= expected.seconds([1600]) * (1 - WORTH)
 
 
-def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
+def test_compiled_layers_are_not_offered_what_sets_cannot_move(monkeypatch: pytest.MonkeyPatch) -> None:
     watcher = Watcher()
     asked = request_for(compile="layers", trials=4)
     spaces: list[tuple[str, ...]] = []
@@ -144,8 +145,9 @@ def test_compiled_layers_are_not_offered_what_sets_cannot_move() -> None:
         spaces.append(request.space.choices)
         raise InfeasibleError("nothing fits")
 
+    monkeypatch.setattr("autockpt.tuning.sequence_lengths.run_search", search)
     with pytest.raises(InfeasibleError):
-        search_lengths(asked, watcher, search)
+        search_lengths(asked, watcher)
     assert "recompute" in spaces[0] and not {"offload", "recompute_offload"} & set(spaces[0])
     assert "leave out" in watcher.notes[0] and "offload" in watcher.notes[0]
 
