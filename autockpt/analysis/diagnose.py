@@ -207,18 +207,18 @@ def room_of(
             remedy="Add --hardware with its name (rtx4090, h100, …).",
         )
     hardware, notes = (given, ()) if given is not None else _nearest(capacity, failure.backend, computes_in)
-    overhead = min(hardware.context_bytes, capacity // 2)
-    if failure.overhead is not None and failure.overhead >= _LEAST_CONTEXT:
-        overhead = min(failure.overhead, capacity - 1)
+    context = min(hardware.context_bytes, capacity // 2)
+    if failure.context is not None and failure.context >= _LEAST_CONTEXT:
+        context = min(failure.context, capacity - 1)
     others = failure.others or 0
     available = capacity - others
-    if available <= overhead:
+    if available <= context:
         raise UsageError(
             f"other processes hold {format_binary(others)} of the device's {format_binary(capacity)}: "
             "nothing is left for this one",
             remedy="End them, and run it again.",
         )
-    return available, hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": overhead}), notes
+    return available, hardware.model_copy(update={"memory_bytes": capacity, "context_bytes": context}), notes
 
 
 def _nearest(capacity: int, backend: str, computes_in: str) -> tuple[Hardware, tuple[str, ...]]:

@@ -33,12 +33,12 @@ _ORDER = ("weights", "optimizer states", "buffers and batch", "at the start", CA
 class StepBytes:
     """Every storage of a graph with its purpose, and who is alive when.
 
-    ``overhead``: bytes of the device's context; ``peak``: what the step needs of the device, its allocator included.
+    ``context_bytes`` are of the device's context; ``peak``: what the step needs of the device, its allocator included.
     """
 
-    def __init__(self, graph: Graph, head: str | None = None, overhead: int = 0, peak: int | None = None) -> None:
-        self.graph, self.overhead = graph, overhead
-        self.reserved = 0 if peak is None else peak - graph.peak_bytes - overhead
+    def __init__(self, graph: Graph, head: str | None = None, context_bytes: int = 0, peak: int | None = None) -> None:
+        self.graph, self.context_bytes = graph, context_bytes
+        self.reserved = 0 if peak is None else peak - graph.peak_bytes - context_bytes
         self.makers = makers(graph)
         self._loss = _of_logits(graph, head)
         self._turns = np.array([op.index for op in graph.ops if op.phase in ("backward", "recompute")], dtype=np.int64)
@@ -61,8 +61,8 @@ class StepBytes:
             for name, line in self.timelines.items()
         ]
         rows.sort(key=lambda h: (_ORDER.index(h.name) if h.name in _ORDER else len(_ORDER), h.name))
-        if self.overhead:
-            rows.append(Holding(name="device context", peak_bytes=self.overhead, most_bytes=self.overhead))
+        if self.context_bytes:
+            rows.append(Holding(name="device context", peak_bytes=self.context_bytes, most_bytes=self.context_bytes))
         if self.reserved:
             rows.append(Holding(name=RESERVED, peak_bytes=self.reserved, most_bytes=self.reserved))
         return tuple(h for h in rows if h.most_bytes)
@@ -191,7 +191,7 @@ def curve(held: StepBytes) -> Curve:
     """The bytes of a cycle in at most ``POINTS`` runs of ops, each at its worst op, so that no peak is lost."""
     graph = held.graph
     n = len(graph.ops)
-    total = bytes_timeline(graph) + held.overhead + held.reserved
+    total = bytes_timeline(graph) + held.context_bytes + held.reserved
     at = resampled(total.tolist(), min(POINTS, n))
     at_peak = peak_op(graph)
     op = graph.ops[at_peak] if graph.ops else None

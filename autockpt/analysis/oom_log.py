@@ -39,7 +39,7 @@ class DeviceFailure(Data):
     text: str = Field(default="", description="the message")
 
     @property
-    def overhead(self) -> int | None:
+    def context(self) -> int | None:
         """What the process held outside the allocator: context, kernels, communication buffers."""
         if self.process is None or self.allocated is None:
             return None

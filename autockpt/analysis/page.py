@@ -167,10 +167,10 @@ def _points(trials: Sequence[Trial], plan: Plan | None, explanation: Explanation
         yield draw.PlotPoint(reach.peak_bytes, reach.step_seconds, title, "other", radius=3)
 
 
-def _curves(run: RunDirectory, overhead: int) -> dict[str, Curve]:
+def _curves(run: RunDirectory, context_bytes: int) -> dict[str, Curve]:
     """Bytes through the step of saving everything, recomputing everything and the plan, as far as the run has them."""
     graphs = {"none": run.graph(), "all": run.graph("recompute"), "ours": run.graph("plan")}
-    return {name: curve(StepBytes(g, overhead=overhead)) for name, g in graphs.items() if g is not None and g.ops}
+    return {name: curve(StepBytes(g, None, context_bytes)) for name, g in graphs.items() if g is not None and g.ops}
 
 
 def _misses(trials: Sequence[Trial]) -> str:

@@ -63,8 +63,8 @@ class PredictedPlans:
 
 def recorded(run: RunDirectory, profile: Profile, saving: Mapping[str, Choice]) -> PredictedPlans:
     """The plans that a run's search tried or ghost-ran."""
-    overhead = profile.op_times.device.overhead_bytes
-    plain = Prediction(peak_bytes=profile.save_all_peak_bytes + overhead, step_seconds=profile.save_all_seconds)
+    context_bytes = profile.op_times.device.overhead_bytes
+    plain = Prediction(peak_bytes=profile.save_all_peak_bytes + context_bytes, step_seconds=profile.save_all_seconds)
     known = PredictedPlans(saving, plain)
     outlook = run.outlook()
     for ghost in outlook.plans if outlook is not None else ():

@@ -36,7 +36,7 @@ def head(tracer: Tracer) -> str | None:
 def test_every_byte_of_the_peak_is_told_exactly_once(traced: tuple[Tracer, dict[str, Graph]]) -> None:
     tracer, graphs = traced
     for graph in graphs.values():
-        held, at = StepBytes(graph, head(tracer), overhead=1234), peak_op(graph)
+        held, at = StepBytes(graph, head(tracer), context_bytes=1234), peak_op(graph)
         holdings = held.holdings()
         assert sum(h.peak_bytes for h in holdings) == graph.peak_bytes + 1234
         moving = sum(h.peak_bytes for h in holdings if h.name in COME_AND_GO)

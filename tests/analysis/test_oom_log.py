@@ -28,7 +28,7 @@ def test_the_figures_of_a_message_and_the_place_of_its_stack() -> None:
     assert failure.backend == "cuda" and failure.device == 0 and failure.rank is None
     assert (failure.tried, failure.capacity, failure.free) == (gib(1.96), gib(23.52), gib(1.10))
     assert (failure.allocated, failure.cached) == (gib(21.40), round(560.10 * MIB))
-    assert failure.overhead == gib(22.41) - gib(21.40) - round(560.10 * MIB)
+    assert failure.context == gib(22.41) - gib(21.40) - round(560.10 * MIB)
     assert failure.others is None
     assert (failure.stage, failure.at) == ("forward", "train.py:80")
 
