@@ -290,7 +290,7 @@ def class_to_train(source: ConfigSource, own_code: bool = False) -> ModelClass:
         if config.model_type not in table or (task == "seq2seq_lm") != encoder_decoder:
             continue
         cls = table[config.model_type][0]
-        note = f"{named} has no loss of its own, so {cls} is trained." if named else None
+        note = f"No loss of {named} is known here, so {cls} is trained instead." if named else None
         return ModelClass(cls, task, auto, note or _NOTES.get(auto))
     raise WorkloadError(
         f"{source.where} has no class with a loss that autockpt knows ({named or config.model_type})",
