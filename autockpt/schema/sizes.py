@@ -19,6 +19,7 @@ _SIZE = re.compile(rf"({_NUMBER}) ?({'|'.join(_UNITS)})")
 _SHARE = re.compile(rf"({_NUMBER}) ?%(act)?")
 _LOOSE = re.compile(rf"\s*({_NUMBER})\s*([kmgt])?i?b?\s*", re.IGNORECASE)
 _LARGEST = 2**60
+_SIZES = "Write a size with its unit (24GB, 24GiB)."
 _FORMS = "Write a size with its unit (24GB, 24GiB), a share of this job's own peak (60%, 60%act), or auto."
 
 SIMULATED_HEADROOM = "5%"
@@ -134,18 +135,18 @@ def covers(device_kind: str) -> str:
     return f"{held}, as reserved by the allocator"
 
 
-def parse_size(text: str, what: str = "a memory size", remedy: str = "") -> int:
+def parse_size(text: str, what: str = "a memory size", remedy: str = "", forms: str = _SIZES) -> int:
     """Bytes from a size with its unit: 24GB is 24·10⁹, 24GiB is 24·2³⁰. Raises UsageError for anything else.
 
-    ``what`` the size is, and a ``remedy`` of its own, are for the error.
+    ``what`` the size is, what else it may be (``forms``), and a ``remedy`` of its own, are for the error.
     """
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise UsageError(f"{text!r} is not {what}", remedy=remedy or _suggestion(text))
+        raise UsageError(f"{text!r} is not {what}", remedy=remedy or _suggestion(text, forms))
     size = int((Decimal(match[1]) * _UNITS[match[2]]).to_integral_value(ROUND_FLOOR))
     if not 0 < size <= _LARGEST:
         problem = "less than one byte" if not size else "more than any device has"
-        raise UsageError(f"{text!r} is {problem}", remedy=remedy or _FORMS)
+        raise UsageError(f"{text!r} is {problem}", remedy=remedy or forms)
     return size
 
 
@@ -157,7 +158,7 @@ def parse_budget(text: str | Budget) -> Budget:
     if isinstance(text, Budget):
         return text
     if not isinstance(text, str):
-        raise UsageError(f"a budget of {text!r} has no unit", remedy=_suggestion(text))
+        raise UsageError(f"a budget of {text!r} has no unit", remedy=_suggestion(text, _FORMS))
     if text == "auto":
         return Budget(text=text, kind="auto")
     if (match := _SHARE.fullmatch(text)) is not None:
@@ -168,7 +169,7 @@ def parse_budget(text: str | Budget) -> Budget:
                 remedy="Give a share above 0% and up to 100%, or auto for all that the device has.",
             )
         return Budget(text=text, kind="activation_share" if match[2] else "share", share=float(share))
-    return Budget(text=text, kind="bytes", size=parse_size(text, "a budget"))
+    return Budget(text=text, kind="bytes", size=parse_size(text, "a budget", forms=_FORMS))
 
 
 def headroom_of(text: str, budget_bytes: int) -> int:
@@ -187,13 +188,13 @@ def headroom_of(text: str, budget_bytes: int) -> int:
     return parse_size(text, "a headroom", remedy)
 
 
-def _suggestion(text: object) -> str:
+def _suggestion(text: object, forms: str) -> str:
     """What the user may have meant, in front of the accepted forms."""
     loose = _LOOSE.fullmatch(str(text))
     if loose is None or not loose[1].strip("0."):
-        return _FORMS
+        return forms
     letter = (loose[2] or "G").upper()
-    return f"Did you mean {loose[1]}{letter}B or {loose[1]}{letter}iB? {_FORMS}"
+    return f"Did you mean {loose[1]}{letter}B or {loose[1]}{letter}iB? {forms}"
 
 
 def three(value: float) -> str:

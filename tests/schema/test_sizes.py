@@ -29,9 +29,10 @@ WRONG += "|0.000000001KB|0%|0%act|101%|-5%|nan%|60%ACT|60 % act|%|Auto|24GBx|1_0
 
 @pytest.mark.parametrize("text", WRONG.split("|"))
 def test_anything_else_is_refused_with_a_remedy(text: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_budget(text)
-    assert caught.value.remedy and caught.value.exit_code == 2
+    for parse in (parse_budget, parse_size):  # of which a size is neither a share nor auto
+        with pytest.raises(UsageError) as caught:
+            parse(text)
+        assert ("auto" in caught.value.remedy) is (parse is parse_budget) and caught.value.exit_code == 2
 
 
 @given(st.text(max_size=20))
