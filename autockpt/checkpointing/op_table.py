@@ -61,7 +61,7 @@ def is_collective(func: Any) -> bool:
     return getattr(func, "namespace", "") == "c10d"
 
 
-Kind = Literal["view", "hidden view", "writes", "writes again", "dynamic", "blank", "again", "heavy", "other"]
+Kind = Literal["view", "writes", "writes again", "dynamic", "blank", "again", "heavy", "other"]
 
 # Besides what PyTorch tags as pointwise: ops that give the same bits twice on every device and touch nothing but their
 # result. An op with a sum over colliding indices (index_add, cumsum, scatter_add) is not among them: on a GPU the order
@@ -83,7 +83,6 @@ _DYNAMIC = frozenset(_DYNAMIC_NAMES.split())
 _BLANK = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 # Products without an entry in PyTorch's table of floating-point operations.
 _PRODUCTS = frozenset(("_grouped_mm", "dot", "mv"))
-_HIDDEN_VIEWS = frozenset(("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "_reshape_alias", "lift_fresh"))
 # BatchNorm's kernels change them, and neither their schemas nor version counters show it.
 STATISTICS = ("running_mean", "running_var")
 
@@ -92,18 +91,16 @@ STATISTICS = ("running_mean", "running_var")
 def kind_of(func: Any) -> Kind:
     """What a recorder does with an op.
 
-    ``view``: it makes no memory. ``hidden view``: neither, but autograd does not know. ``writes``: it changes what it
-    is given. ``writes again``: it changes its first argument alone, and in the same way when it runs again on the same.
-    ``dynamic``: what it returns is decided by values. ``blank``: memory to be written to. ``again``: it is cheap, and
-    gives the same bits when it runs again. ``heavy``: so does this, but it is expensive. ``other``: unknown.
+    ``view``: it makes no memory. ``writes``: it changes what it is given. ``writes again``: it changes its first
+    argument alone, and in the same way when it runs again on the same. ``dynamic``: what it returns is decided by
+    values. ``blank``: memory to be written to. ``again``: it is cheap, and gives the same bits when it runs again.
+    ``heavy``: so does this, but it is expensive. ``other``: unknown, as views that autograd does not know for one.
     """
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if schema.is_mutable or is_collective(func) or any(a.name in STATISTICS for a in schema.arguments):
         repeats = func.namespace == "aten" and (name == "copy_" or torch.Tag.pointwise in func.tags)
         in_place = name.endswith("_") and not name.startswith("_") and written_by(func, STATISTICS) == [(0, "self")]
         return "writes again" if repeats and in_place and not _is_seeded(func) else "writes"
-    if name in _HIDDEN_VIEWS:
-        return "hidden view"
     if name in _DYNAMIC:
         return "dynamic"
     if any(r.alias_info is not None for r in schema.returns):
