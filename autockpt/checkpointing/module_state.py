@@ -57,12 +57,6 @@ class Entry(NamedTuple):
         held = content if type(value) in _CONTAINERS else value  # copies of sets have another order
         return cls(home, name, value, content, [*map(_version, _members(held))])
 
-    def assigned(self, now: Entry) -> bool:
-        """Whether another object is there now. Equal numbers are one."""
-        if self.value is now.value:
-            return False
-        return not (type(self.value) in _NUMBERS and type(self.value) is type(now.value) and self.value == now.value)
-
     def counts_to(self, now: Entry) -> bool:
         """Whether what is there now looks like this, counted on: another number, or another tensor of this shape."""
         if isinstance(self.content, torch.Tensor) and isinstance(now.content, torch.Tensor):
@@ -146,7 +140,7 @@ def _writes_unseen(module: nn.Module) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two parts of a container are one; of dictionaries they are pairs."""
+    """Whether two values are one object, equal numbers, or tuples of such, as the pairs of dictionaries are."""
     if type(a) is tuple and type(b) is tuple:
         return len(a) == len(b) and all(map(_same, a, b))
     return a is b or (type(a) in _NUMBERS and type(a) is type(b) and a == b)
@@ -218,7 +212,7 @@ class ModuleState:
                 continue
             then = before.get(key) or Entry(after[key].home, after[key].name, _ABSENT, None, [0])
             now = after.get(key) or Entry(then.home, then.name, _ABSENT, None, [0])
-            if then.assigned(now):
+            if not _same(then.value, now.value):
                 counts = then.counts_to(now)
             elif then.is_lost(buffers):
                 raise self._refusal(then, "changes in place, of which no copy is kept")
