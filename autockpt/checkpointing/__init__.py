@@ -6,6 +6,3 @@ unit have in common, and ``divergence`` compares what is recomputed. ``kept_outp
 keep more or less. ``recorded_call`` does without running Python again: by ``recipes``, planned from what
 ``op_recorder`` noted.
 """
-
-from autockpt.checkpointing.frame import CheckpointFrame as CheckpointFrame
-from autockpt.checkpointing.unit import CheckpointedUnit as CheckpointedUnit

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from autockpt.checkpointing import CheckpointFrame
+from autockpt.checkpointing.frame import CheckpointFrame
 from autockpt.policies.base import Attachment, PlannedUnit, Session, call_inner, inner_of, is_enabled
 from autockpt.policies.compiling import claim, outside_graphs, skip_frames, traces_backward
 from autockpt.policies.conflicts import refuse_by_message, refuse_modules
