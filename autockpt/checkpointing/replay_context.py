@@ -9,8 +9,6 @@ none of these and leaves none: it may run in another block than its forward, or 
 from __future__ import annotations
 
 import operator
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from autockpt.devices.random_states import TorchStates
+from autockpt.devices.random_states import PythonStates, TorchStates
 from autockpt.errors import ConflictError
 
 # of any kind of device, for which torch has no public question
@@ -66,7 +64,7 @@ class ReplayContext:
         self._accelerators = accelerators
         self._torch = TorchStates(accelerators)
         self._generators = [(generator, generator.get_state()) for generator in generators] if generators else ()
-        self._python = _python_states() if python else None
+        self._python = PythonStates() if python else None
         self.autocast = AutocastState(["cpu", *{kind for kind, _ in accelerators}] if accelerators else ["cpu"])
         # where tensors are made by default: a function mode decides, and asking for it takes long
         self._default_device = torch.get_default_device() if _get_current_function_mode_stack() else _CPU
@@ -78,7 +76,7 @@ class ReplayContext:
 
     def forget_python_unless_drawn(self) -> bool:
         """The forward has ended: whether it drew from Python's or NumPy's generator. If not, they are dropped."""
-        if self._python is not None and _same_states(self._python, _python_states()):
+        if self._python is not None and not self._python.were_drawn_from():
             self._python = None
         return self._python is not None
 
@@ -108,21 +106,8 @@ class ReplayContext:
         for generator, state in self._generators:
             generator.set_state(state)
         if self._python is not None:
-            random.setstate(self._python[0])
-            if self._python[1] is not None:
-                sys.modules["numpy"].random.set_state(self._python[1])
+            self._python.restore()
         set_switches(self._switches, now._switches)
-
-
-def _python_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def _same_states(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    if before[0] != now[0] or before[1] is None or now[1] is None:
-        return before[0] == now[0] and before[1] is now[1]
-    return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in zip(before[1], now[1], strict=True))
 
 
 class AutocastState:

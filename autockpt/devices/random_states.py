@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -43,21 +44,35 @@ class TorchStates:
             torch.get_device_module(kind).set_rng_state(state, index)
 
 
-class RandomStates:
-    """The states of Python's, NumPy's (where loaded) and PyTorch's generators, on every device in use."""
+class PythonStates:
+    """The states of Python's generator and, where it is loaded, of NumPy's as they are now."""
 
     def __init__(self) -> None:
         numpy = sys.modules.get("numpy")
-        self._python = random.getstate()
-        self._numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
-        self._torch = TorchStates()
+        self._python, self._numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+
+    def were_drawn_from(self) -> bool:
+        """Whether one of them is another by now. NumPy that was loaded since counts as such."""
+        now = PythonStates()
+        # NumPy's is a tuple with an array in it
+        return self._python != now._python or pickle.dumps(self._numpy) != pickle.dumps(now._numpy)
 
     def restore(self) -> None:
         """Make them the states that are drawn from."""
         random.setstate(self._python)
         if self._numpy is not None:
-            generator, state = self._numpy
-            generator.set_state(state)
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class RandomStates:
+    """The states of Python's, NumPy's and PyTorch's generators, on every device in use."""
+
+    def __init__(self) -> None:
+        self._python, self._torch = PythonStates(), TorchStates()
+
+    def restore(self) -> None:
+        """Make them the states that are drawn from."""
+        self._python.restore()
         self._torch.restore()
 
 

@@ -3,7 +3,7 @@ import random
 import numpy
 import torch
 
-from autockpt.devices.random_states import RandomStates, TorchStates, all_random_states_kept, seed
+from autockpt.devices.random_states import PythonStates, RandomStates, TorchStates, all_random_states_kept, seed
 from tests.accelerator import KIND
 
 
@@ -33,3 +33,11 @@ def test_every_device_of_a_kind_in_use_is_restored(accelerator):
         assert torch.equal(torch.rand(2), first)
     assert [int(state[0]) for state in accelerator.states] == [0, 1]
     assert len(TorchStates().tensors) == 3
+
+
+def test_a_draw_by_python_or_numpy_is_noticed():
+    for draw in (random.random, numpy.random.rand):
+        before = PythonStates()
+        assert not before.were_drawn_from()
+        draw()
+        assert before.were_drawn_from()
