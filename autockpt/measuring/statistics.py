@@ -32,6 +32,9 @@ class Interval:
         """Half the interval's width as a share of the value: 0.01 reads ± 1 %."""
         return (self.high - self.low) / 2 / abs(self.value) if self.value else math.inf
 
+    def __str__(self) -> str:
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
 
 def median_interval(times: Sequence[float]) -> Interval:
     """The median of positive ``times`` and its interval.
