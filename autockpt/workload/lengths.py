@@ -45,7 +45,7 @@ def lengths_of(source: Any, *, seconds: float = SECONDS) -> Lengths:
     if isinstance(source, Mapping) or (listed and all(isinstance(n, (Number, str)) for n in source)):
         found = source
     elif "length" in (getattr(source, "column_names", None) or ()):
-        found = source["length"]
+        found = source["length"]  # type: ignore[call-overload]
     else:
         loader = isinstance(source, torch.utils.data.DataLoader)
         with all_random_states_kept():

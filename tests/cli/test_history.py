@@ -68,7 +68,7 @@ def test_without_a_run_all_are_listed(autockpt, tmp_path: Path) -> None:
     (broken.path / "trials.jsonl").write_text("x\n")
     refused = make_run(tmp_path / "results", "20%")
     refused.write_outlook(Outlook(infeasible="nothing fits 20%\nand why"))
-    simulated = RunDirectory.enter(tmp_path / "results", {"budget": "8GB"}, model="llama-tiny", device="a100")
+    simulated = RunDirectory.enter(tmp_path / "results" / "8GB", {"budget": "8GB"})
     simulated.add_trial(trial(0, state="simulated", measured=None))
     result = autockpt("history")
     rows = {line.split()[0]: line.split() for line in result.out.splitlines() if line}

@@ -253,7 +253,7 @@ def test_a_weight_may_be_frozen_and_train_again(recorded: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward((x.sin() * self.first).sin() * self.second)
 
-    layer = Scaling()
+    layer: Any = Scaling()
     layer.first, layer.second = (nn.Parameter(torch.rand(8, 64)) for _ in range(2))
     recorded(planned(layer), [8] * 4)
     for trains in (False, True):
