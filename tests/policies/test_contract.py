@@ -276,7 +276,7 @@ def test_leaves_the_model_as_it_was(case, kind):
             type(model),
             list(model.state_dict()),
             [n for n, _ in model.named_parameters()],
-            [(n, type(m)) for n, m in model.named_modules()],
+            [(n, type(m), len(m._forward_hooks) + len(m._forward_pre_hooks)) for n, m in model.named_modules()],
             model.config.to_dict() if hasattr(model, "config") else None,
         )
 
