@@ -540,7 +540,7 @@ class FunctionScopes(TorchFunctionMode):
             with FunctionScopes(self._frame, self._scope):
                 return _without_its_question(func)(*args, **kwargs)
         frame = frame_of(self._frame.name)
-        if frame is None or frame is not self._frame or "out" in kwargs or _drops_out(func, args, kwargs):
+        if frame is None or frame is not self._frame or "out" in kwargs or draws_random_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         return frame.call(self._scope, func, func, args, kwargs)
 
@@ -557,10 +557,3 @@ def _without_its_question(function: Any) -> Any:
 def _names_attention(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return "attention" in name or "attn" in name
-
-
-def _drops_out(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether it draws random numbers: skipping it would shift all later ones."""
-    if func is nn.functional.scaled_dot_product_attention or "dropout_p" in kwargs:
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
-    return draws_random_numbers(func, args, kwargs)  # type: ignore[arg-type]

@@ -29,16 +29,16 @@ def is_attention(func: Any) -> bool:
 
 def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call uses dropout. Left out when its forward runs again, it would shift all later random numbers."""
-    if (found := dropout_of(func)) is None:
-        return False
-    position, default = found
+    position, default = dropout_of(func) or (len(args), 0.0)
     return bool(kwargs.get("dropout_p", args[position] if position < len(args) else default))
 
 
 @functools.cache
 def dropout_of(func: Any) -> tuple[int, Any] | None:
-    """Where an op takes its dropout, and what it is by itself; None without any. Asking a schema takes as long as
-    running a small op."""
+    """Where a function or an op takes its dropout, and what it is by itself; None where it is not known to take any.
+    Asking a schema takes as long as running a small op."""
+    if func is torch.nn.functional.scaled_dot_product_attention:
+        return 4, 0.0
     schema = getattr(func, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
