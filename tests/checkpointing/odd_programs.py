@@ -6,9 +6,7 @@ kinds of objects, and how they change; a unit keeps one, or is given one with ea
 
 from __future__ import annotations
 
-import array
 import collections
-import io
 import itertools
 import random
 import threading
@@ -197,14 +195,10 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "namespace in dicts": (lambda: {"a": {"b": SimpleNamespace()}}, lambda o: counted(vars(o["a"]["b"]))),
     "closure": (counting, lambda o: o()),
     "NumPy array": (lambda: np.zeros(1), lambda o: counted(o, 0)),
-    "array": (lambda: array.array("i", [0]), lambda o: counted(o, 0)),
-    "bytearray": (lambda: bytearray(1), lambda o: counted(o, 0)),
     "deque": (collections.deque, longer),
     "UserList": (collections.UserList, longer),
     "Counter": (collections.Counter, counted),
-    "StringIO": (io.StringIO, lambda o: o.write(".") * o.tell()),
     "NumPy generator": (lambda: np.random.default_rng(1), lambda o: o.random()),
-    "RandomState": (lambda: np.random.RandomState(1), lambda o: o.randn()),
     "random.Random": (lambda: random.Random(1), lambda o: o.gauss(0, 1)),
     "torch.Generator": (lambda: torch.Generator().manual_seed(1), lambda o: float(torch.rand((), generator=o))),
     "iterator of a list": (lambda: iter(list(range(1, 99))), next),
