@@ -250,6 +250,9 @@ def test_a_number_or_name_that_a_layer_is_given_may_change(first: Any, then: Any
 
 def test_a_weight_may_be_frozen_and_train_again(recorded: Any) -> None:
     class Scaling(Mlp):
+        first: Tensor
+        second: Tensor
+
         def forward(self, x: Tensor) -> Tensor:
             return super().forward((x.sin() * self.first).sin() * self.second)
 
