@@ -194,7 +194,7 @@ def waits_for_host(hardware: Hardware, graph: Graph) -> list[str]:
     kernels, ops = _kernel_seconds(hardware, [graph]), [op for op in graph.ops if op.phase != "optimizer"]
     runs = np.array(graph.runs)[[op.index for op in ops]]
     device = np.array([kernels[graph.signatures[op.signature]] for op in ops]) * runs
-    launches = _host_seconds(hardware, device) * runs + _region_seconds(hardware, ops) * runs
+    launches = (_host_seconds(hardware, device) + _region_seconds(hardware, ops)) * runs
     optimizer = _optimizer_seconds(hardware, graph, kernels)
 
     def step(launch_seconds: float) -> tuple[float, float]:
@@ -230,8 +230,6 @@ def _rerun_scale(
     for graph in graphs:
         ops = [op for op in graph.ops if op.phase != "optimizer"]
         recomputed = [seconds[graph.signatures[op.signature]] for op in ops if op.phase == "recompute"]
-        if not recomputed:
-            continue
         cost = _region_seconds(hardware, ops)
         again += sum(recomputed)
         if hardware.kind == "cpu":

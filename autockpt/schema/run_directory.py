@@ -161,8 +161,7 @@ class RunDirectory:
         """Batch and length, ``4×2048``: those that the question asks about, or the answer is for."""
         asked, finished = self.question.get("workload") or {}, self.finished()
         known = {**asked, **(finished.outcome.settings if finished is not None else {})}
-        sizes = [str(known[name]) for name in ("batch_size", "seq_len") if known.get(name)]
-        return "×".join(sizes)
+        return "×".join(str(known[name]) for name in ("batch_size", "seq_len") if known.get(name))
 
     def answer(self, trials: Sequence[Trial]) -> Trial | None:
         """Of the run's trials that of the plan that was named; before a search's end the fastest that fits."""
