@@ -129,16 +129,16 @@ class AutocastState:
         return torch.is_autocast_cache_enabled(), tuple(states)
 
     @contextmanager
-    def restored(self, *, remembers: bool = False) -> Iterator[None]:
-        """As then, and afterwards as now. ``remembers``: a weight that is used several times is cast once."""
-        before = self.restore(remembers=remembers)
+    def restored(self) -> Iterator[None]:
+        """As then, and afterwards as now."""
+        before = self.restore(remembers=True)
         try:
             yield
         finally:
             self.undo(before)
 
     def restore(self, *, remembers: bool = False) -> tuple[Any, int, bool]:
-        """Set it as then; returns what ``undo`` takes."""
+        """Set it as then; returns what ``undo`` takes. ``remembers``: a weight that is used often is cast once."""
         now, depth = self._now(), autocast_depth()
         cache, states = self.key or (now[0], tuple([(kind, False, dtype) for kind, _, dtype in now[1]]))
         # a unit's own block inside of no other remembers nothing beyond its end

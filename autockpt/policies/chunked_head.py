@@ -86,7 +86,7 @@ class HeadCall(Rows):
                 f"dropout or adapters of {self.unit} were switched between its forward and the use of its logits",
                 remedy=f"Use `save` on {self.unit}, or switch after backward.",
             )
-        with running_again(self.unit), self._casts.restored(remembers=True):
+        with running_again(self.unit), self._casts.restored():
             yield
 
     def rows(self, hidden: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class CrossEntropy:
     def losses(self, hidden: Tensor, target: Tensor) -> Tensor:
         """The loss of every row."""
         logits = self.call.logits(hidden, self.functions)
-        with self.casts.restored(remembers=True):
+        with self.casts.restored():
             return nn.functional.cross_entropy(logits, target, reduction="none", **self.options)
 
     def columns(self, target: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     # for the targets of forward: backward is for those of now, which in plain training it reads, too
                     same = loss.losses(part.detach(), ctx.target[rows]) if loss.call.exact else losses.detach()
                     entry.handed(same)
-                with casts.restored(remembers=True):
+                with casts.restored():
                     of_rows, *found = gradients_of(losses, [part, *trained], gradient[rows])
                 of_hidden[rows] = of_rows
                 sums = list(map(added, sums, found))

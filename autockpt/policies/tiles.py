@@ -129,12 +129,12 @@ class _Tiles(torch.autograd.Function):
         parts, of_outputs, of_parts = (t.chunk(state.tiles, -2) for t in (rows, _in_a_row(gradient), of_x))
         exchanged = [entry for entry in ctx.unit.exchanged(ctx.weights) if holds_other_values(entry)]  # functional_call
         as_in_forward = ctx.unit.state.restored(exchanged, ctx.training, ctx.unit.training())
-        with running_again(state.unit), casts.restored(remembers=True), as_in_forward:
+        with running_again(state.unit), casts.restored(), as_in_forward:
             for part, of_output, of_part in zip(parts, of_outputs, of_parts, strict=True):
                 with torch.inference_mode(False), torch.enable_grad():
                     part = part.detach().requires_grad_()
                     output = call_inner(module, state, (part,), {})
-                with now.restored(remembers=True):
+                with now.restored():
                     of_rows, *found = gradients_of(output, [part, *ctx.trained], of_output)
                 of_part.copy_(of_rows)
                 sums = list(map(added, sums, found))
