@@ -164,7 +164,7 @@ class BatchSets(Session):
             self._group = is_sharded(module) and distributed.new_group(backend="gloo")
         if self._group is False:
             return number
-        wanted = torch.tensor(number)
+        wanted = torch.tensor(number, device="cpu")  # whatever the default device is
         distributed.all_reduce(wanted, distributed.ReduceOp.MAX, group=self._group)
         return int(wanted)
 
