@@ -76,7 +76,8 @@ class Origin(NamedTuple):
 class KeptCall:
     """One call in a scope, as later ones will be.
 
-    - ``begin``: how many tensors the unit had saved before it; ``place``: its place among the calls that are followed.
+    - ``begin``, ``end``: how many tensors the unit had saved before it, and after it; ``place``: its place among the
+      calls that are followed.
     - ``origins``: where each tensor that it saves comes from; None where it runs again.
     - ``own``: the numbers of the saved tensors that it made itself.
     - ``leaves``: which of these it returns, one for each tensor of its output; None where it returns others, and its
@@ -86,7 +87,7 @@ class KeptCall:
     """
 
     def __init__(self, scope: Scope, function: Any, begin: int) -> None:
-        self.scope, self.function, self.begin, self.place = scope, function, begin, -1
+        self.scope, self.function, self.begin, self.end, self.place = scope, function, begin, begin, -1
         self.forget()
         self.is_ambiguous = False
 
@@ -171,7 +172,7 @@ class CallPattern:
         self.followed = calls if self.catches_functions else modules
         for place, call in enumerate(self.followed):
             call.place = place
-        self.functions = [call.function for call in self.followed]
+        self.spans = [(call.function, call.begin, call.end) for call in self.followed]
         self.holds = [call.is_needed and call.leaves is None for call in self.followed]
         self.kept_numbers = {number for call in calls for number in (*call.own, *(call.leaves or ()))}
 
@@ -200,8 +201,8 @@ class KeepingFrame(CheckpointFrame):
     """
 
     __slots__ = (
-        *("_caught", "_is_inside", "_key", "_last", "_learning", "_next", "_noted", "_pattern", "_row", "_wanted"),
-        "mode",
+        *("_caught", "_is_inside", "_key", "_last", "_learning", "_next", "_noted", "_pattern", "_row", "_spans"),
+        *("_wanted", "mode"),
     )
 
     def __init__(self, unit: CheckpointedUnit, *given: Any, **named: Any) -> None:
@@ -210,7 +211,8 @@ class KeepingFrame(CheckpointFrame):
         trains = [parameter is not None and parameter.requires_grad for parameter in self._parameters]
         self._key = (*inputs, *trains, *self._training, self._context.autocast.key)
         self._pattern: CallPattern | None = None if self._unchecked is not None else unit.learned.get(self._key)
-        self._caught: list[tuple[Any, Output | None]] = []
+        self._caught: list[Output | None] = []
+        self._spans: list[tuple[Any, int, int]] = []  # function, begin and end of each call that is caught
         self._learning: list[KeptCall] = []
         self._noted: list[torch.Tensor] | None = None  # what is saved in a call that is learned from
         self._wanted: dict[int, Any] = {}
@@ -239,9 +241,10 @@ class KeepingFrame(CheckpointFrame):
             self._learning = []
         elif pattern is None:
             self._pattern = self._learn()
-        elif self._sizes != pattern.sizes or [function for function, _ in self._caught] != pattern.functions:
+        elif self._sizes != pattern.sizes or self._spans != pattern.spans:
             self._pattern, self._caught, self._wanted = None, [], {}
             self._unit.learned.pop(self._key, None)
+        self._spans = []
         return output
 
     def function_mode(self, scope: Scope) -> FunctionScopes | None:
@@ -269,11 +272,12 @@ class KeepingFrame(CheckpointFrame):
         if self._is_inside:
             return forward(*args, **kwargs)
         if self._row is None and (pattern := self._pattern) is not None:
-            caught = self._caught
-            place = len(caught)
+            caught, spans = self._caught, self._spans
+            place, begin = len(caught), len(self._sizes)
             output = forward(*args, **kwargs)
             held = _held(output) if place < len(pattern.holds) and pattern.holds[place] else ()
-            caught[place:] = ((function, held),)  # in the place of calls inside of this one
+            # in the place of calls inside of this one
+            caught[place:], spans[place:] = (held,), ((function, begin, len(self._sizes)),)
             return output
         self._is_inside = True
         try:
@@ -304,7 +308,7 @@ class KeepingFrame(CheckpointFrame):
         try:
             output = forward(*args, **kwargs)
         finally:
-            self._noted = None
+            self._noted, call.end = None, len(self._sizes)
         draws = before is not None and not all(map(have_equal_values, before.tensors, self._context.now().tensors))
         if draws or any(value._version != version for value, version in given):
             scope.again.add(function)
@@ -323,7 +327,7 @@ class KeepingFrame(CheckpointFrame):
             self._wanted |= call.saved
         pattern, patterns = CallPattern(self._sizes, calls), self._unit.learned
         pairs = zip(pattern.followed, pattern.holds, strict=True)
-        self._caught = [(call.function, call.outputs if holds else ()) for call, holds in pairs]
+        self._caught = [call.outputs if holds else () for call, holds in pairs]
         for call in calls:
             call.outputs, call.saved = (), {}
         if not any(call.is_ambiguous for call in calls if call.origins is not None):
@@ -340,7 +344,7 @@ class KeepingFrame(CheckpointFrame):
         caught, wanted = self._caught, self._wanted
         # let go of with the tensors that backward gets
         self._row = [
-            (call, caught[call.place][1] if call.leaves is None else [wanted[number] for number in call.leaves])
+            (call, caught[call.place] if call.leaves is None else [wanted[number] for number in call.leaves])
             for call in calls
         ]
         self._pattern, self._caught, self._next = None, [], 0

@@ -1,5 +1,6 @@
 """What keeping some outputs of a unit that runs again can get wrong."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -302,6 +303,29 @@ def test_another_path_in_backward_is_an_error():
     unit.up, unit.down = nn.Linear(8, 8), nn.Linear(8, 8)
     with attach(nn.Sequential(unit), {"0": selective("**")}), raises(ConflictError, "0"):
         nn.Sequential(unit)(four_rows()).sum().backward()
+
+
+class Cut(nn.Module):
+    """What it saves depends on whether it cuts the graph, but not how much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.cuts = nn.Linear(8, 8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x.detach() if self.cuts else x).sin()
+        return (out.sin() if self.cuts else out) + x
+
+
+def test_another_path_in_later_calls_that_saves_as_many():
+    def switch(model: Any, step: int) -> None:
+        for unit in model:
+            unit.cuts = step > 3
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Cut(), Cut())
+    batch = partial(torch.randn, 8, 8, requires_grad=True)
+    assert_as_plain(lambda: copy.deepcopy(model), on("01", selective("linear")), batch, 6, before=switch)
 
 
 class Experts(nn.Module):
