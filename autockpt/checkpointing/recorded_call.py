@@ -133,9 +133,10 @@ class RecordedUnit(CheckpointedUnit):
         tensors: list[torch.Tensor] = []
         key: Any = None
         try:
-            # which weights train decides what is saved, and hooks may do anything
-            trains = [getattr(home.get(name), "requires_grad", False) for home, name in self.weights]
-            key = *self._key(args, kwargs, tensors), *trains, *map(len, self._hooks)
+            weights = [home.get(name) for home, name in self.weights]
+            # which of them train, and are one, decides what is saved; hooks may do anything
+            trains = [getattr(weight, "requires_grad", False) for weight in weights]
+            key = *self._key(args, kwargs, tensors), *trains, len({*map(id, weights)}), *map(len, self._hooks)
             signature = self.signatures.get(key)
         except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
             key = signature = None

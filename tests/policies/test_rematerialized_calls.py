@@ -198,6 +198,14 @@ def test_a_tensor_in_the_place_of_none_tells_no_calls_apart(recorded: Any) -> No
     assert [recorded(layer, [8]) for layer.mask in torch.rand(2, 256)] == [[1], []]
 
 
+def test_weights_may_be_tied_and_untied(recorded: Any) -> None:
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    layer, weight = planned(nn.Sequential(first, nn.Tanh(), second, nn.Tanh())), second.weight
+    recorded(layer, [64] * 4)
+    for second.weight in (first.weight, weight):
+        recorded(layer, [64] * 8)
+
+
 def test_a_hook_may_be_registered_and_removed(recorded: Any) -> None:
     layer = planned(Mlp())
     recorded(layer, [8] * 4)
