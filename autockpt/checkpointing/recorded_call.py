@@ -75,9 +75,9 @@ _MOST = 64
 """Signatures of a unit whose recipes are known at a time."""
 _NUMBERS = (Number, str, Enum, range, type(None))
 """What tells calls apart by its value, NumPy's numbers among it."""
-_CONTAINERS = (tuple, list, dict)
-_MAY_BECOME_ONE = (*_NUMBERS, *_CONTAINERS, torch.Tensor)
+_MAY_BECOME_ONE = (*_NUMBERS, tuple, list, dict, torch.Tensor)
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_NOTHING = nullcontext()
 _KEPT = Position(None)
 _BEYOND = Position((torch.Size((-1,)), (), torch.bool))  # no tensor is like it
 _kind_of = operator.attrgetter("shape", "dtype", "requires_grad", "is_leaf", "device", "__class__")
@@ -135,8 +135,8 @@ class RecordedUnit(CheckpointedUnit):
         try:
             weights = [home.get(name) for home, name in self.weights]
             # which of them train, and are one, decides what is saved; hooks may do anything
-            trains = [getattr(weight, "requires_grad", False) for weight in weights]
-            key = *self._key(args, kwargs, tensors), *trains, len({*map(id, weights)}), *map(len, self._hooks)
+            trains = map(getattr, weights, itertools.repeat("requires_grad"), itertools.repeat(False))
+            key = *self._key(args, kwargs, tensors), *trains, len({*map(id, weights)}), *map(tuple, self._hooks)
             signature = self.signatures.get(key)
         except (RuntimeError, TypeError):  # sparse and the like have no storage, and jagged sizes no hash
             key = signature = None
@@ -214,7 +214,15 @@ class RecordedUnit(CheckpointedUnit):
 
 def _numbers_in(value: Any) -> Any:
     """A number, those in a container of a few (PEFT has a scale for each adapter in a dictionary), or the type."""
-    return type(value) if isinstance(value, _CONTAINERS) and len(value) > _MOST else _plain_parts(value, [])
+    kind = type(value)
+    if isinstance(value, _NUMBERS):
+        return kind, value
+    if isinstance(value, tuple):  # of any length, and of tuples
+        return kind, *[part if type(part) in ATOMS else _numbers_in(part) for part in value]
+    if not isinstance(value, (list, dict)) or len(value) > _MOST:
+        return kind
+    parts = (*value, *value.values()) if isinstance(value, dict) else value
+    return kind, *[part if type(part) in ATOMS or isinstance(part, _NUMBERS) else type(part) for part in parts]
 
 
 def _plain_parts(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -425,7 +433,7 @@ class RecordedCall:
         uses, memo = recipe.uses, self._memo
         below, uncast, plain = _C._AutoDispatchBelowAutograd(), _C._DisableAutocast(), _C.DisableTorchFunction()
         now, unit = switches(), self._unit.name
-        alone = nullcontext() if now == recipe.switches else one_at_a_time(unit)  # they belong to the process
+        alone = _NOTHING if now == recipe.switches else one_at_a_time(unit)  # they belong to the process
         with below, uncast, plain, running_again(unit), torch.enable_grad(), alone:
             set_switches(recipe.switches, now)
             try:
