@@ -33,12 +33,14 @@ def draws_random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return bool(kwargs.get("dropout_p", args[position] if position < len(args) else default))
 
 
-@functools.cache
 def dropout_of(func: Any) -> tuple[int, Any] | None:
-    """Where a function or an op takes its dropout, and what it is by itself; None where it is not known to take any.
-    Asking a schema takes as long as running a small op."""
-    if func is torch.nn.functional.scaled_dot_product_attention:
-        return 4, 0.0
+    """Where a function or an op takes its dropout, and what it is by itself; None where it is not known to take any."""
+    # a ghost run puts a function of its own there, which must not be kept
+    return (4, 0.0) if func is torch.nn.functional.scaled_dot_product_attention else _dropout_in_schema(func)
+
+
+@functools.cache  # asking a schema takes as long as running a small op
+def _dropout_in_schema(func: Any) -> tuple[int, Any] | None:
     schema = getattr(func, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
