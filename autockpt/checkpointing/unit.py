@@ -54,7 +54,8 @@ class CheckpointedUnit:
         # FullyShardedDataParallel takes parameters away and puts views of its own in their place
         self._whole = [m._parameters for m in modules if "_is_fsdp_managed_module" not in vars(m)]
         self._sharded = [vars(m) for m in modules if "_is_fsdp_managed_module" in vars(m)]
-        self._named = [(name, p is not None) for home in self._whole for name, p in home.items()]
+        self._filled = [home for home in self._whole if home]
+        self._names, self._present = [*_chained(self._whole)], self._presence()
 
     def kind_of(self, tensors: Sequence[torch.Tensor], training: Sequence[bool]) -> CallKind:
         """The kind of a call with these inputs and ``training`` flags of the modules."""
@@ -69,9 +70,12 @@ class CheckpointedUnit:
     def has_same_modules(self) -> bool:
         """Whether no module was exchanged, and no module or parameter added or taken away, since this was made."""
         children = [*_chained(map(dict.values, self._modules))]
-        names, parameters = _chained(self._whole), _chained(map(dict.values, self._whole))
-        named = [*zip(names, map(operator.is_not, parameters, itertools.repeat(None)), strict=True)]
-        return children == self._children and named == self._named
+        same_names = children == self._children and [*_chained(self._whole)] == self._names
+        return same_names and self._presence() == self._present
+
+    def _presence(self) -> list[bool]:
+        """By parameter whether there is one: a bias may be None."""
+        return [*map(operator.is_not, _chained(map(dict.values, self._filled)), itertools.repeat(None))]
 
     def training(self) -> list[bool]:
         """The modules' ``training`` flags."""
