@@ -190,7 +190,7 @@ def _tried(runner: StepRunner, how: Attach, limit: int | None) -> dict[str, Any]
     except Exception as error:  # other projects' code, run as it is
         if device_lost(error):
             raise
-        return {"state": "failed", "message": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        return {"state": "failed", "message": f"{type(error).__name__}: {str(error)[:200]}"}
     return {"state": "fits", "peak": measured.peak_bytes, "allocated": measured.allocated_bytes}
 
 

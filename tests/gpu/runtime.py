@@ -10,6 +10,7 @@ import torch
 
 from autockpt.errors import ConflictError, InPlaceError, RerunMismatch
 from autockpt.measuring import StepRunner
+from autockpt.measuring.failures import device_lost
 from autockpt.schema import WorkloadSpec, parse_choice
 from autockpt.schema.choices import choice_kinds
 from autockpt.verification import digest
@@ -81,8 +82,10 @@ def captured(context: Context) -> dict[str, Any]:
             try:
                 with runner.attached(dict.fromkeys(units, parse_choice(kind))):
                     found = _replayed(runner, both)
-            except ConflictError as error:
-                rows[kind] = {"message": error.message[:200]}
+            except Exception as error:  # one that a capture forbids, too
+                if device_lost(error):
+                    raise
+                rows[kind] = {"message": f"{type(error).__name__}: {error}"[:200]}
             else:
                 unequal = [name for got, plain in zip(found, wanted, strict=True) for name in wrong(got, plain)]
                 rows[kind] = {"values": len(wanted[0]), "unequal": len(unequal), "first": next(iter(unequal), "")}
