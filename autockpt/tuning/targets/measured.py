@@ -183,8 +183,8 @@ class Measured(Target):
             # a rescaled time is no measurement: a baseline that looks as fast as the winner is timed beside it
             others = [trials.all[t.number] for t in baselines if t.number not in timed]
             others = [t for t in others if t.feasible and t.score_seconds <= fastest.score_seconds]
-            if others and first_rounds([fastest, *others, *compared]) <= self.clock.seconds_left:
-                finalists = [fastest, *others]
+            if others and first_rounds([*finalists, *others, *compared]) <= self.clock.seconds_left:
+                finalists = [*finalists, *others]  # all again: times of two races cannot be compared
             elif (winner := self._confirmed(trials, fastest)).feasible:
                 self.notes += [alike] if alike else []
                 return winner
@@ -221,8 +221,9 @@ class Measured(Target):
         for trial in (trials.all[t.number] for t in baselines if t.number not in final.times):
             if trial.measured is not None:
                 trials.put(trial.model_copy(update={"measured": trial.measured.rescaled(drift)}))
-        if swings:
-            self.notes.append(BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else ""))
+        busy = BUSY + (ON_CORES if self.measurer.environment.device.kind == "cpu" else "")
+        if swings and busy not in self.notes:
+            self.notes.append(busy)
         times = weighed({t.number: final.ratio(t.number) for t in candidates}, expected, final.error)
         error = min(max(AS_FAST, weighed_error(final.error, expected)), MOST_ERROR)
         named = preferred([trials.all[number] for number in times], times, trials.budget_bytes or 0, error)
