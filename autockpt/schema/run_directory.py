@@ -159,8 +159,10 @@ class RunDirectory:
     @property
     def job(self) -> str:
         """Batch and length, ``4×2048``: those that the question asks about, or the answer is for."""
-        asked, finished = self.question.get("workload") or {}, self.finished()
-        known = {**asked, **(finished.outcome.settings if finished is not None else {})}
+        known, finished = self.question.get("workload") or {}, self.finished()
+        if finished is not None:
+            own = finished.outcome.settings
+            known = {**known, **own, "seq_len": own.get("seq_len") or own.get("asked_seq_len")}
         return "×".join(str(known[name]) for name in ("batch_size", "seq_len") if known.get(name))
 
     def answer(self, trials: Sequence[Trial]) -> Trial | None:
