@@ -194,16 +194,16 @@ def _front(front: Front, answer: Explanation) -> Table:
 def _budgets(answer: Explanation) -> Table:
     tilde = basis_mark(answer.basis)
     table = plain_table(">budget", ">", ">peak", ">overhead", "<plan")
-    for step in answer.budgets:
-        reach = step.reach
+    for row in answer.budgets:
+        reach = row.reach
         overhead = "—" if reach is None or reach.overhead is None else tilde + words.share(reach.overhead, signed=True)
         table.add_row(
-            format_binary(step.budget_bytes),
-            answer.budget.words if step.ours and answer.budget is not None else "",
+            format_binary(row.budget_bytes),
+            answer.budget.words if row.ours and answer.budget is not None else "",
             "nothing fits" if reach is None else format_binary(reach.peak_bytes),
             overhead,
             "" if reach is None else words.tally(reach.choices),
-            style="bold" if step.ours else None,
+            style="bold" if row.ours else None,
         )
     return table
 

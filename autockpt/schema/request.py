@@ -145,8 +145,8 @@ class SearchOutcome(Data, extra="ignore"):  # one that an earlier version record
     """The answer of a search.
 
     ``plan`` is None only where the search was interrupted before anything fitting was found. ``source`` says whether
-    the numbers are measured or simulated. ``binding`` is False where saving everything fits, so
-    that there is nothing to gain. ``smallest_peak`` is the least reachable peak in bytes.
+    the numbers are measured or simulated. ``binding`` is False where saving everything fits, so that there is nothing
+    to gain. ``smallest_peak`` is the least reachable peak in bytes.
     """
 
     plan: Plan | None
