@@ -7,7 +7,7 @@ from autockpt.analysis.page import contents_of, run_page, without_paths, write_p
 from autockpt.schema import RECOMPUTE, Measurement
 from autockpt.schema.baselines import MEANINGS
 from autockpt.schema.run_directory import RunDirectory
-from autockpt.schema.trial import Outlook
+from autockpt.schema.trial import Alternative, Outlook
 from tests.analysis.samples import make_run
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
@@ -105,9 +105,12 @@ def test_a_run_that_has_not_ended_says_so(tmp_path: Path) -> None:
     assert "No end of the search is on record" in stopped.said and "#2 knobs" in stopped.said
     empty = RunDirectory.enter(tmp_path / "run", {"model": "m"})
     assert "Nothing was tried yet" in Read(run_page(empty)).said
-    empty.write_outlook(Outlook(infeasible="nothing fits 1 <b>"))
+    way = Alternative(options="batch size 2, accumulate 2", effect="half the batch", plan="p", peak_bytes=1500,
+                      step_seconds=None, relative_cost=1.1)  # fmt: skip
+    empty.write_outlook(Outlook(infeasible="nothing fits 1 <b>", changes=(way,)))
     refused = Read(run_page(empty)).said
     assert "Nothing fits 1 <b>." in refused and "no step was timed" in refused
+    assert "Half the batch peak 1.46 KiB with p, 1.10 times the seconds per token" in refused
     busy = make_run(tmp_path, budget="70%act")
     with busy.lock():
         assert "still at work" in Read(run_page(busy)).said

@@ -36,6 +36,12 @@ def test_a_wrong_job_file_is_an_error_at_its_line(text: str, line: int, tmp_path
         job_file(path)
 
 
+def test_options_lie_over_a_plans_own() -> None:
+    base = WorkloadSpec(model="llama-tiny", batch_size=4, packed=True)
+    spec = described_by({"batch_size": 8, "packed": False}, base)
+    assert (spec.model, spec.batch_size, spec.packed) == ("llama-tiny", 8, False)
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), ("0.5", 0.5)])
 def test_durations(text: str, seconds: float) -> None:
     assert duration(text) == seconds

@@ -87,7 +87,7 @@ def test_configurations_of_other_models(tmp_path: Path) -> None:
     file.write_text(json.dumps(config.to_dict() | {"architectures": ["BertModel"]}))
     w = make(str(file), batch_size=1, seq_len=8)
     assert w.settings["architecture"] == "BertForMaskedLM"
-    assert any("BertModel has no loss" in note for note in w.notes)
+    assert any("No loss of BertModel is known" in note for note in w.notes)
 
 
 # --- what only simulated hardware can follow
