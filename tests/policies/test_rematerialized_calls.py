@@ -175,10 +175,10 @@ def test_what_differs_from_the_first_on_is_always_recorded(recorded: Any) -> Non
 
 
 _NUMBERS = [(1.0, 0.5), (np.float64(1.0), np.float64(0.5)), ((1.0,), (0.5,)), (None, 0.5), ([1.0], 0.5), (..., 0.5)]
-_NUMBERS += [([1.0], [0.5]), ({0: 1.0}, {0: 0.5})]
+_NUMBERS += [([1.0], [0.5]), ({0: 1.0}, {0: 0.5}), ((1.0,) * 65, (0.5,) * 65)]
 
 
-@pytest.mark.parametrize(("first", "then"), _NUMBERS, ids=str)
+@pytest.mark.parametrize(("first", "then"), _NUMBERS, ids=lambda value: str(value)[:20])
 def test_a_number_of_the_modules_own_may_change(first: Any, then: Any, recorded: Any) -> None:
     layer: Any = Mlp()
     layer.scale = first
@@ -209,9 +209,10 @@ def test_weights_may_be_tied_and_untied(recorded: Any) -> None:
 def test_a_hook_may_be_registered_and_removed(recorded: Any) -> None:
     layer = planned(Mlp())
     recorded(layer, [8] * 4)
-    hook = layer.up.register_forward_hook(lambda module, given, output: output * 0.5)  # type: ignore[union-attr]
-    recorded(layer, [8])
-    hook.remove()
+    for factor in (0.5, 0.25):
+        hook = layer.up.register_forward_hook(lambda *given, by=factor: given[2] * by)  # type: ignore[union-attr]
+        recorded(layer, [8] * 4)
+        hook.remove()
     recorded(layer, [8])
 
 
