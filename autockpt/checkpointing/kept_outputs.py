@@ -19,6 +19,7 @@ nothing is kept of it, and it is learned from again.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -556,6 +557,7 @@ def _without_its_question(function: Any) -> Any:
     return body
 
 
+@functools.lru_cache(4096)
 def _names_attention(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return "attention" in name or "attn" in name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -176,6 +177,18 @@ def _padded(tensor: Tensor) -> Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> Tensor:
+    """In the place of PyTorch's own: modes that look at functions, as what keeps attention's output, see this one as
+    they see that. One object for all ghost runs, as they remember functions; ``run`` is the present one's."""
+    tensors = query, key, value
+    if has_torch_function(tensors):
+        return handle_torch_function(scaled_dot_product_attention, tensors, *tensors, *given, **named)
+    return scaled_dot_product_attention.run(*tensors, *given, **named)  # type: ignore[attr-defined]
+
+
+scaled_dot_product_attention.run = F.scaled_dot_product_attention  # type: ignore[attr-defined]  # outside of ghost runs
+
+
 @contextmanager
 def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterator[None]:
     """Let code that calls ``torch.nn.functional`` take the kernels of CUDA, while a ghost run is under way.
@@ -193,15 +206,9 @@ def cuda_kernels(capability: Capability, unread: Unread = nullcontext) -> Iterat
         # CUDA's fused kernel cannot be called on CPU tensors. Layer norm reads, saves and writes the same, and a mean.
         return F.layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)
 
-    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> Tensor:
-        # modes that look at functions, as what keeps attention's output, see this one as they see PyTorch's own
-        tensors = query, key, value
-        if has_torch_function(tensors):
-            return handle_torch_function(scaled_dot_product_attention, tensors, *tensors, *given, **named)
-        return attention(*tensors, *given, capability=capability, unread=unread, **named)
-
     fused_loss = fused_loss_on_cuda() if capability >= AMPERE else nullcontext()
     with (
+        patched(scaled_dot_product_attention, "run", partial(attention, capability=capability, unread=unread)),
         patched(F, "scaled_dot_product_attention", scaled_dot_product_attention),
         patched(F, "rms_norm", rms_norm),
         patched(torch, "rms_norm", rms_norm),
